@@ -1,0 +1,118 @@
+// The layout of one layer's cache state: the single place where it is defined. CPU kernels, CUDA kernels, the ONNX Runtime op
+// and the TensorRT plugin all include this file; edgekv/layout.py mirrors it for the NumPy oracle and a test compares the two.
+//
+// A state is one block of bytes, 256-byte aligned. Every plane starts on a 64-byte boundary, in this order:
+//
+//   header      256 B                                  StateHeader
+//   body_pos    int32 [kv_heads][body_slots]           position in the text of each kept token, ascending; -1 = empty slot
+//   body_score  float [kv_heads][body_slots]           accumulated attention (keep = heavy only)
+//   body_seen   float [kv_heads][body_slots]           observing queries behind that score (keep = heavy only)
+//   body_k      elem  [kv_heads][body_slots/16][key_dim][16]   keys, 16 tokens interleaved, so that one vector load holds one
+//                                                              dimension of 16 tokens and a dot product needs no reduction
+//   body_v      elem  [kv_heads][body_slots][value_dim]
+//   tail_k      elem  [kv_heads][tail_slots/16][key_dim][16]
+//   tail_v      elem  [kv_heads][tail_slots][value_dim]
+//   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy only)
+//
+// Slots 0..body_count-1 of every kv head are filled, in order of position; all kv heads have the same count. Tail slot i holds
+// the token at position tail_base + i. How many tail slots are committed follows from the committed position the caller holds
+// (position - tail_base), never from the state: rejecting speculated tokens changes nothing but what lies beyond that.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define EDGEKV_LAYOUT_VERSION 1
+#define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
+#define EDGEKV_LANES 16                 // tokens interleaved in a key block
+
+namespace edgekv {
+
+enum Element : int32_t { kFloat32 = 0, kFloat16 = 1 };
+enum Keep : int32_t { kKeepFull = 0, kKeepWindow = 1, kKeepHeavy = 2 };
+enum Positions : int32_t { kPositionsOriginal = 0, kPositionsCache = 1 };
+
+struct LayerParams {
+#define EDGEKV_INT(name, value) int32_t name = value;
+#define EDGEKV_FLOAT(name, value) float name = value;
+#include "attributes.def"
+#undef EDGEKV_INT
+#undef EDGEKV_FLOAT
+};
+
+// What the kernels touched since the counters were last cleared, in bytes, one entry per plane and direction.
+enum Traffic : int32_t {
+  kReadBodyKeys = 0, kReadBodyValues, kReadTailKeys, kReadTailValues, kReadBodyIndex, kReadBodyMeta,
+  kWriteTail, kCompactRead, kCompactWrite, kTrafficSteps, kTrafficEntries = 16
+};
+
+struct StateHeader {
+  uint32_t magic;           // EDGEKV_STATE_MAGIC
+  uint32_t layout_version;  // EDGEKV_LAYOUT_VERSION
+  uint64_t params_hash;     // FNV-1a over LayerParams without `layer`
+  int64_t tail_base;        // position of tail slot 0: the last boundary
+  int64_t rank_base;        // rotary position of tail slot 0 (equals tail_base unless positions = cache)
+  int64_t evicted;          // tokens dropped from the body so far, per kv head
+  int32_t body_count;       // filled body slots per kv head
+  int32_t reserved0;
+  uint8_t reserved1[80];
+  uint64_t traffic[kTrafficEntries];  // not part of the committed state
+};
+static_assert(sizeof(StateHeader) == 256, "the header is one 256-byte block");
+
+// Byte offsets of every plane; a plane that the parameters do not ask for has its offset equal to the next one's.
+struct StateLayout {
+  size_t body_pos, body_score, body_seen, body_k, body_v, tail_k, tail_v, tail_q, bytes;
+};
+
+inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16 ? 2 : 4; }
+
+inline StateLayout state_layout(const LayerParams& p) {
+  auto align = [](size_t n) { return (n + 63) / 64 * 64; };
+  const size_t kv = p.kv_heads, body = p.body_slots, tail = p.tail_slots, e = element_bytes(p);
+  const size_t scored = p.keep == kKeepHeavy ? kv * body * 4 : 0;
+  StateLayout s;
+  s.body_pos = sizeof(StateHeader);
+  s.body_score = s.body_pos + align(kv * body * 4);
+  s.body_seen = s.body_score + align(scored);
+  s.body_k = s.body_seen + align(scored);
+  s.body_v = s.body_k + align(kv * body * p.key_dim * e);
+  s.tail_k = s.body_v + align(kv * body * p.value_dim * e);
+  s.tail_v = s.tail_k + align(kv * tail * p.key_dim * e);
+  s.tail_q = s.tail_v + align(kv * tail * p.value_dim * e);
+  const size_t queries = p.keep == kKeepHeavy ? size_t(p.q_heads) * p.observe * p.key_dim * e : 0;
+  s.bytes = (s.tail_q + align(queries) + 255) / 256 * 256;
+  return s;
+}
+
+// Null when the parameters make sense, otherwise one sentence that names the field.
+inline const char* check_params(const LayerParams& p) {
+  if (p.q_heads < 1 || p.q_heads > 4096) return "q_heads must be between 1 and 4096";
+  if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0) return "kv_heads must divide q_heads";
+  if (p.key_dim < 1 || p.key_dim > 1024) return "key_dim must be between 1 and 1024";
+  if (p.value_dim < 1 || p.value_dim > 1024) return "value_dim must be between 1 and 1024";
+  if (p.body_slots < 0 || p.body_slots % EDGEKV_LANES || p.body_slots > (1 << 27)) return "body_slots must be a multiple of 16";
+  if (p.tail_slots < EDGEKV_LANES || p.tail_slots % EDGEKV_LANES || p.tail_slots > (1 << 20))
+    return "tail_slots must be a positive multiple of 16";
+  if (p.element != kFloat32 && p.element != kFloat16) return "element must be 0 (float32) or 1 (float16)";
+  if (p.keep < kKeepFull || p.keep > kKeepHeavy) return "keep must be 0 (full), 1 (window) or 2 (heavy)";
+  if (p.sinks < 0 || (p.keep != kKeepFull && p.sinks > p.body_slots)) return "sinks must fit the body";
+  if (p.window < 0 || (p.keep == kKeepHeavy && p.sinks + p.window > p.body_slots)) return "sinks + window must fit the body";
+  if (p.observe < 0 || p.observe > p.tail_slots) return "observe must be between 0 and tail_slots";
+  if (p.sliding_window < 0) return "sliding_window must not be negative";
+  if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
+  if (p.rotary_dim < 0 || p.rotary_dim > p.key_dim || p.rotary_dim % 2) return "rotary_dim must be even and at most key_dim";
+  if (!(p.score_decay >= 0.0f && p.score_decay <= 1.0f)) return "score_decay must be between 0 and 1";
+  if (!(p.softcap >= 0.0f)) return "softcap must not be negative";
+  return nullptr;
+}
+
+// Ignores `layer`, so that layers of one shape share a hash.
+inline uint64_t params_hash(LayerParams p) {
+  p.layer = 0;
+  const unsigned char* b = reinterpret_cast<const unsigned char*>(&p);
+  uint64_t h = 1469598103934665603ull;
+  for (size_t i = 0; i < sizeof(p); ++i) h = (h ^ b[i]) * 1099511628211ull;
+  return h;
+}
+
+}  // namespace edgekv
