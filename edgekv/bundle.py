@@ -1,0 +1,356 @@
+"""The bundle: one folder that holds everything a device needs to run a model inside its cache budget.
+
+    manifest.json          what follows below; written last, so a folder without it is no bundle
+    model.onnx             the graph, with its weights in model.onnx.data (external data)
+    tokenizer.json         the `tokenizers` file
+    chat_template.jinja    optional
+
+Fields of manifest.json, format version 1:
+
+    format, version        "edgekv-bundle", 1
+    created_by             e.g. "edgekv 0.1.0"
+    model                  name, architecture, layers, hidden, vocab (rows of the logits), context (trained positions),
+                           bos_token_id (int or null), eos_token_ids (list of int), parameters (int or null)
+    graph                  file, chunk (most rows of one prefill step), opset
+    policy                 the fields of CachePolicy, and boundary (E), budget (as the user gave it), words (one sentence)
+    layers                 per decoder layer: params (every field of plugins/layout/attributes.def), bytes (of its state),
+                           inv_freq (index into the table below, or null)
+    inv_freq               list of rotary frequency tables, radians per position, [rotary_dim / 2] each
+    memory                 bytes by owner as the exporter predicts them, e.g. arena, tail, weights
+    weights                format ("int4" ...), bytes
+    parity                 figures of the exporter's comparison with the original model, or null when it was switched off
+    generation             default sampling options of the model (temperature, top_k, ...), may be empty
+    files                  name -> {bytes, sha256} of every other file
+
+Reading trusts nothing: every file named must lie inside the folder, have the size and hash that the manifest states, and the
+graph may only point to external data that the manifest names too.  All failures are `BundleError`, one sentence each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edgekv import __version__, protobuf
+from edgekv.errors import BundleError, UserError
+
+FORMAT = "edgekv-bundle"
+VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+_HASH_BLOCK = 4 << 20
+
+
+def _is_int(value: Any, low: int = 0, high: int = 1 << 62) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def safe_name(name: Any) -> bool:
+    """Whether `name` is a plain relative path that stays in the folder it is joined to (symbolic links not followed)."""
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name or ":" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == name
+
+
+def _inside(folder: Path, path: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, read in blocks; raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was opened: its folder and its manifest, which has passed `open_bundle`."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.manifest["model"]
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        return self.manifest["layers"]
+
+    @property
+    def graph_path(self) -> Path:
+        return self.folder / self.manifest["graph"]["file"]
+
+    @property
+    def chunk(self) -> int:
+        """Most rows of one step that the exporter planned for."""
+        return self.manifest["graph"]["chunk"]
+
+    @property
+    def boundary(self) -> int:
+        """E, tokens between compactions; the same for every layer."""
+        return self.layers[0]["params"]["tail_slots"]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all states together, each rounded up to 256."""
+        return sum((layer["bytes"] + 255) // 256 * 256 for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes on disk of the graph and its weights."""
+        return sum(entry["bytes"] for name, entry in self.manifest["files"].items() if name.startswith("model."))
+
+    def inv_freq(self, layer: int) -> list[float]:
+        """Rotary frequencies of a layer, empty for models that do not rotate."""
+        index = self.layers[layer].get("inv_freq")
+        return [] if index is None else self.manifest["inv_freq"][index]
+
+    def file(self, name: str) -> Path | None:
+        """Path of an optional file, None when the manifest does not list it."""
+        return self.folder / name if name in self.manifest["files"] else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
+    """Opens and checks a bundle; with `verify` also the sha256 of every file (about 0.5 s per GB and core).
+
+    Raises BundleError: not a bundle, another format version, a field missing or absurd, a file missing, damaged or outside.
+    """
+    folder = Path(path)
+    manifest = _read_manifest(folder)
+    _check_manifest(manifest, folder)
+    _check_files(folder, manifest["files"], verify)
+    _check_external_data(folder, manifest)
+    return Bundle(folder, manifest)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.exists():
+        raise BundleError(f"There is no bundle at {folder}; `edgekv export MODEL -o {folder}` makes one.")
+    file = folder / MANIFEST
+    if not folder.is_dir() or not file.is_file():
+        raise BundleError(f"{folder} is not a bundle (a folder with a {MANIFEST}); `edgekv export` makes one.")
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{file} is larger than {MAX_MANIFEST_BYTES >> 20} MiB; export the bundle again.")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BundleError(f"{file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise BundleError(f"{file} is damaged: it is not valid JSON; export the bundle again.") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise BundleError(f"{file} does not describe an edgekv bundle (its format is not {FORMAT!r}).")
+    version = manifest.get("version")
+    if version != VERSION or isinstance(version, bool):
+        shown = version if _is_int(version, 0, 10**6) else "unknown"
+        raise BundleError(
+            f"{folder} has bundle format version {shown}, this edgekv ({__version__}) reads version {VERSION}; "
+            "export the bundle again with this edgekv."
+        )
+    return manifest
+
+
+_MODEL_INTS = {"layers": 1 << 12, "hidden": 1 << 20, "vocab": 1 << 24, "context": 1 << 40}
+
+
+def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
+    """Types and ranges of everything the device side relies on, so that later code may index without asking."""
+
+    def demand(condition: bool, what: str) -> None:
+        if not condition:
+            raise BundleError(f"{folder / MANIFEST} is damaged: {what}; export the bundle again.")
+
+    for section in ("model", "graph", "policy", "files"):
+        demand(isinstance(manifest.get(section), dict), f"{section!r} is missing")
+    for section, kind in (("memory", dict), ("weights", dict), ("generation", dict), ("parity", (dict, type(None)))):
+        demand(isinstance(manifest.get(section, {}), kind), f"{section!r} has the wrong type")
+    model, graph, layers = manifest["model"], manifest["graph"], manifest.get("layers")
+    for name, high in _MODEL_INTS.items():
+        demand(_is_int(model.get(name), 1, high), f"model.{name} is not a sensible number")
+    demand(isinstance(model.get("name"), str), "model.name is missing")
+    demand(model.get("bos_token_id") is None or _is_int(model["bos_token_id"]), "model.bos_token_id is not a token id")
+    eos = model.get("eos_token_ids")
+    demand(isinstance(eos, list) and all(_is_int(token) for token in eos), "model.eos_token_ids is not a list of token ids")
+    demand(safe_name(graph.get("file")) and graph["file"] in manifest["files"], "graph.file is not one of the files")
+    demand(_is_int(graph.get("chunk"), 1, 1 << 20), "graph.chunk is not a sensible number")
+    demand(isinstance(layers, list) and len(layers) == model["layers"], "the layers do not match model.layers")
+
+    tables = manifest.get("inv_freq")
+    demand(isinstance(tables, list), "'inv_freq' is missing")
+    for table in tables:
+        good = isinstance(table, list) and all(
+            isinstance(f, int | float) and not isinstance(f, bool) and math.isfinite(f) for f in table
+        )
+        demand(good, "a rotary frequency table does not hold numbers")
+    for index, layer in enumerate(layers):
+        demand(isinstance(layer, dict) and isinstance(layer.get("params"), dict), f"layer {index} has no params")
+        for name, value in layer["params"].items():
+            good = isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1 << 31
+            demand(good, f"layer {index}: {name} is not a number")
+        demand(_is_int(layer["params"].get("tail_slots"), 1, 1 << 20), f"layer {index}: tail_slots is missing")
+        demand(_is_int(layer.get("bytes"), 256, 1 << 46), f"layer {index}: bytes is not a sensible number")
+        table = layer.get("inv_freq")
+        demand(table is None or _is_int(table, 0, len(tables) - 1), f"layer {index}: there is no frequency table {table}")
+        rotary = layer["params"].get("rotary_dim", 0)
+        demand(table is None or len(tables[table]) * 2 == rotary, f"layer {index}: its frequencies do not fit rotary_dim")
+    demand(len({layer["params"]["tail_slots"] for layer in layers}) == 1, "layers have different boundary intervals")
+
+    for name, entry in manifest["files"].items():
+        demand(safe_name(name) and name != MANIFEST, f"the file name {name!r} leaves the bundle")
+        good = isinstance(entry, dict) and _is_int(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
+        demand(good, f"the entry of {name!r} lacks its size or hash")
+
+
+def _check_files(folder: Path, files: dict[str, Any], verify: bool) -> None:
+    for name, entry in files.items():
+        path = folder / name
+        if not _inside(folder, path):
+            raise BundleError(f"{path} is a link that leaves the bundle; a bundle may only hold its own files.")
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; export or copy the bundle again.")
+        if path.stat().st_size != entry["bytes"]:
+            raise BundleError(
+                f"{path} is damaged: it has {path.stat().st_size} bytes, the manifest says {entry['bytes']}; "
+                "export or copy the bundle again."
+            )
+    if not verify:
+        return
+    # hashing releases the interpreter lock, and reading warms the page cache that loading the weights needs anyway
+    with ThreadPoolExecutor() as pool:
+        for name, digest in zip(files, pool.map(lambda name: _digest_or_none(folder / name), files), strict=True):
+            if digest != files[name]["sha256"]:
+                raise BundleError(f"{folder / name} is damaged: its sha256 differs from the manifest; export or copy it again.")
+
+
+def _digest_or_none(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return sha256_file(path)
+    return None
+
+
+def _check_external_data(folder: Path, manifest: dict[str, Any]) -> None:
+    graph = folder / manifest["graph"]["file"]
+    try:
+        locations, _ = protobuf.scan_model(graph)
+    except (ValueError, OSError) as error:
+        raise BundleError(f"{graph} is not a readable ONNX file ({error}); export the bundle again.") from None
+    base = PurePosixPath(manifest["graph"]["file"]).parent  # ONNX resolves locations against the graph's own folder
+    for location in sorted(locations):
+        if not safe_name(location) or not _inside(folder, folder / base / location):
+            raise BundleError(f"{graph} keeps weights in {location!r}, which is outside the bundle; it will not be loaded.")
+        if str(base / location) not in manifest["files"]:
+            raise BundleError(f"{graph} keeps weights in {location!r}, which the manifest does not list; it will not be loaded.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+@contextlib.contextmanager
+def create(target: str | os.PathLike[str], force: bool = False) -> Iterator[Path]:
+    """Yields an empty folder to fill and `seal`; when the block ends well it is renamed to `target`, else removed.
+
+    The folder lies beside the target and is named `.NAME.partial-PID-*`; without its manifest nothing takes it for a bundle,
+    and what a killed process left behind is removed by the next call.  Raises UserError when the target exists (unless
+    `force`, which replaces it only at the very end) or its parent cannot be written, also for a disk that fills up.
+    """
+    target = Path(os.path.abspath(target))
+    prefix = f".{target.name}.partial-"
+    if not target.name:
+        raise UserError(f"{target} cannot be the name of a bundle; give a folder that does not exist yet.")
+    if target.exists() and not force:
+        raise UserError(f"{target} exists already; give another name or --force to replace it.")
+    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not a bundle, so --force will not replace it; give another name.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_orphans(target.parent, prefix)
+        partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}.") from None
+    try:
+        yield partial
+        if not (partial / MANIFEST).is_file():
+            raise RuntimeError("the bundle was not sealed")
+        os.chmod(partial, 0o755)  # mkdtemp makes folders private
+        if target.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
+            os.rename(target, aside / "old")
+            os.rename(partial, target)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(partial, target)
+    except OSError as error:
+        raise UserError(f"{target} could not be written: {error.strerror or error}; nothing was left behind.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_orphans(parent: Path, prefix: str) -> None:
+    for path in parent.glob(f"{prefix}*"):
+        pid = path.name[len(prefix) :].split("-")[0]
+        if pid.isdigit() and int(pid) != os.getpid() and not _alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def seal(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> Bundle:
+    """Completes `manifest` (format, version, created_by, files with sizes and hashes), writes it, and reads it back.
+
+    Every file in the folder is listed.  Everything is flushed to disk before the manifest is written.  Raises BundleError
+    when the result would not open, OSError when it cannot be written.
+    """
+    folder = Path(folder)
+    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)} for name in names}
+    complete = {"format": FORMAT, "version": VERSION, "created_by": f"edgekv {__version__}", **manifest, "files": files}
+    text = json.dumps(complete, indent=1, ensure_ascii=False, allow_nan=False)
+    for name in names:
+        _flush(folder / name)
+    with open(folder / f"{MANIFEST}.new", "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
+    return open_bundle(folder, verify=False)
+
+
+def update_manifest(folder: str | os.PathLike[str], **sections: Any) -> Bundle:
+    """Replaces top-level sections (e.g. parity) of a sealed bundle whose files did not change."""
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    manifest.update(sections)
+    return seal(folder, manifest)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""The `edgekv` command: one file per sub-command in this folder, each with a click command named `command`.
+
+Files are imported only when their command is asked for, so that `edgekv run` never pays for what `edgekv export` needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Any
+
+import click
+
+from edgekv import __version__
+from edgekv.errors import UserError
+
+INTERRUPTED = 130  # the shell's own convention: 128 + SIGINT
+
+
+class LazyGroup(click.Group):
+    """Finds commands by file name and turns `UserError` into one sentence and exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        try:
+            return importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "edgekv":
+                raise
+            extra = "pip install 'edgekv[export]'" if cmd_name == "export" else "pip install --force-reinstall edgekv"
+            raise UserError(f"`edgekv {cmd_name}` needs the Python package {error.name!r}: {extra}.") from None
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super().main(*args, **{**kwargs, "standalone_mode": False})
+            code = result if isinstance(result, int) else 0
+        except click.exceptions.Exit as stop:
+            code = stop.exit_code
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+        except BrokenPipeError:  # the reader of our output (head, less) has left; that is no error of ours
+            sys.stderr.close()
+            code = 0
+        except UserError as error:
+            click.echo(f"edgekv: {error}", err=True)
+            code = 2
+        sys.exit(code)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, package_name="edgekv")
+def main() -> None:
+    """Runs language models inside a fixed key/value cache budget."""
