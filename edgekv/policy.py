@@ -1,0 +1,332 @@
+"""What a cache keeps, and how many bytes that takes.
+
+A CachePolicy says which tokens stay (docs/cache.md); a LayerGeometry says what one decoder layer stores per token. plan()
+turns both and a budget into the parameters of every layer's state, such that the whole arena (all layers, with headers,
+tails, scores, observed queries and alignment) stays within the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgekv import layout
+from edgekv.budget import Budget, format_bytes, parse_budget
+from edgekv.errors import UserError
+from edgekv.fields import check_choice, check_count, is_number, known_fields
+from edgekv.geometry import LayerGeometry
+from edgekv.layout import LANES, state_bytes
+
+__all__ = [
+    "Budget", "CachePolicy", "LayerGeometry", "Plan", "describe", "format_bytes", "layer_params", "max_position",
+    "parse_budget", "plan", "state_bytes",
+]  # fmt: skip
+
+BOUNDARIES = (256, 128, 64, 32, 16)  # choices for the boundary interval; a prefill block is never longer than the interval
+DEFAULT_SINKS = 4
+DEFAULT_OBSERVE = 16
+# Options of keep = heavy, with the values that ask for nothing.
+HEAVY_OPTIONS = {"window": (None, 0), "observe": (None, 0), "score_normalise": (None, False), "score_decay": (None, 1.0)}
+
+
+def round_up(count: int, to: int) -> int:
+    return (count + to - 1) // to * to
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """Which tokens a cache keeps and how it stores them. None means: chosen by plan().
+
+    keep             full: all; window: sinks + newest; heavy: sinks + newest `window` + most attended
+    sinks            first tokens of the text that are never evicted (window and heavy; default 4)
+    window           newest tokens that are never evicted (heavy; default half the body)
+    observe          queries at the end of each boundary interval that score tokens (heavy; default 16, at most boundary)
+    score_normalise  rank by mean attention per observing query instead of the sum (heavy; default yes)
+    score_decay      factor on all scores at each boundary, 0..1 (heavy; default 1)
+    element          fp16 or fp32: how keys and values are stored
+    positions        original: keys keep the rotation of their place in the text; cache: of their rank in the cache
+    boundary         E: tokens between two compactions, a multiple of 16
+    """
+
+    keep: str = "full"
+    sinks: int | None = None
+    window: int | None = None
+    observe: int | None = None
+    score_normalise: bool | None = None
+    score_decay: float | None = None
+    element: str = "fp16"
+    positions: str = "original"
+    boundary: int | None = None
+
+    def __post_init__(self):
+        check_choice("keep", self.keep, layout.KEEPS)
+        check_choice("element", self.element, layout.ELEMENTS)
+        check_choice("positions", self.positions, layout.POSITIONS)
+        for name, least in (("sinks", 0), ("window", 0), ("observe", 0), ("boundary", LANES)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), least)
+        if self.boundary is not None and (self.boundary % LANES or self.boundary > 1 << 20):
+            raise UserError(f"boundary must be a multiple of {LANES} up to {1 << 20}, not {self.boundary}.")
+        decay = self.score_decay
+        if decay is not None and not (is_number(decay) and 0.0 <= decay <= 1.0):
+            raise UserError(f"score decay must be a number between 0 and 1, not {decay!r}.")
+        if self.score_normalise is not None and not isinstance(self.score_normalise, bool):
+            raise UserError(f"score normalise must be true or false, not {self.score_normalise!r}.")
+        self._refuse_options_without_meaning()
+
+    def _refuse_options_without_meaning(self) -> None:
+        if self.keep == "full":
+            if self.positions == "cache":
+                raise UserError("positions 'cache' needs a bounded cache: use it with keep 'window' or 'heavy'.")
+            if self.sinks:
+                raise UserError("sinks belong to keep 'window' or 'heavy'; keep 'full' evicts nothing.")
+        if self.keep != "heavy":
+            for name, neutral in HEAVY_OPTIONS.items():
+                if getattr(self, name) not in neutral:
+                    hint = "; the size of a window cache is its budget" if name == "window" else ""
+                    raise UserError(f"{name.replace('_', ' ')} belongs to keep 'heavy', not to keep '{self.keep}'{hint}.")
+        if self.observe is not None and self.boundary is not None and self.observe > self.boundary:
+            raise UserError(f"observe ({self.observe}) must not exceed the boundary interval ({self.boundary}).")
+
+    def resolve(self, body_slots: int, boundary: int) -> CachePolicy:
+        """The same policy with every default filled in for a body of body_slots tokens."""
+        heavy = self.keep == "heavy"
+        sinks = 0 if self.keep == "full" else DEFAULT_SINKS if self.sinks is None else self.sinks
+        window = self.window
+        if heavy and window is None:
+            window = min((body_slots // 2 + LANES // 2) // LANES * LANES, max(body_slots - sinks, 0))
+        return dataclasses.replace(
+            self,
+            sinks=sinks,
+            window=window if heavy else 0,
+            observe=(min(DEFAULT_OBSERVE, boundary) if self.observe is None else self.observe) if heavy else 0,
+            score_normalise=heavy and self.score_normalise is not False,
+            score_decay=1.0 if self.score_decay is None else float(self.score_decay),
+            boundary=boundary,
+        )
+
+    def least_body(self, boundary: int) -> int:
+        """Smallest useful body: all sinks and the window, with at least one slot for another token."""
+        if self.keep == "full":
+            return boundary
+        sinks = DEFAULT_SINKS if self.sinks is None else self.sinks
+        return round_up(sinks + max(self.window or 0, 1), LANES)
+
+    def to_json(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: object) -> CachePolicy:
+        """Inverse of to_json on untrusted input; UserError when a field is unknown, ill-typed or makes no sense."""
+        return cls(**known_fields(cls, obj, "cache policy"))
+
+
+def layer_body_slots(geometry: LayerGeometry, body_slots: int) -> int:
+    """Body slots a layer gets when others get body_slots: a sliding-window layer never needs more than its window."""
+    window = geometry.sliding_window
+    return min(body_slots, round_up(window, LANES)) if window else body_slots
+
+
+def layer_params(
+    policy: CachePolicy, geometry: LayerGeometry, layer: int, body_slots: int, fused_rotary: bool = False
+) -> dict:
+    """The fields of attributes.def for one layer. `policy` has no None left (CachePolicy.resolve, Plan.policy).
+
+    A layer whose body holds all of the model's own sliding window keeps just that window: no other token can be seen, so
+    neither sinks nor scores are worth a byte there.
+    """
+    keep, sinks, observe = policy.keep, policy.sinks, policy.observe
+    if geometry.sliding_window and body_slots >= geometry.sliding_window:
+        keep, sinks, observe = "window", 0, 0
+    heavy = keep == "heavy"
+    params = {
+        "layer": layer,
+        "q_heads": geometry.q_heads,
+        "kv_heads": geometry.kv_heads,
+        "key_dim": geometry.key_dim,
+        "value_dim": geometry.value_dim,
+        "body_slots": body_slots,
+        "tail_slots": policy.boundary,
+        "element": layout.ELEMENTS[policy.element],
+        "keep": layout.KEEPS[keep],
+        "sinks": sinks,
+        "window": min(policy.window, body_slots - sinks) if heavy else 0,
+        "observe": observe if heavy else 0,
+        "score_normalise": int(heavy and policy.score_normalise),
+        "score_decay": policy.score_decay if heavy else 1.0,
+        "sliding_window": geometry.sliding_window,
+        "scale": geometry.scale,
+        "softcap": geometry.softcap,
+        "positions": layout.POSITIONS[policy.positions],
+        "rotary_dim": geometry.rotary_dim,
+        "rotary_interleaved": int(geometry.rotary_interleaved),
+        "fused_rotary": int(fused_rotary),
+    }
+    sentence = layout.check_params(params)
+    if sentence:
+        raise UserError(f"The cache of layer {layer} cannot be built: {sentence}.")
+    return params
+
+
+def max_position(policy: CachePolicy, body_slots: int, context: int) -> int | None:
+    """Tokens a text may have under a resolved policy whose largest layer body has body_slots; None: no limit.
+
+    A full cache ends where its slots end: tokens beyond the last boundary stay in the tail, so the compaction at
+    max_position itself is neither needed nor, with a token budget, possible. Positions `original` end at the model's context,
+    beyond which no rotation was ever trained. Positions `cache` run without end.
+    """
+    if policy.keep == "full":
+        return min(context, body_slots + policy.boundary)
+    return context if policy.positions == "original" else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved policy and the state parameters of every layer; arena offsets follow from them."""
+
+    policy: CachePolicy
+    layers: tuple[dict, ...]
+    context: int
+
+    @property
+    def body_slots(self) -> tuple[int, ...]:
+        return tuple(p["body_slots"] for p in self.layers)
+
+    @property
+    def boundary(self) -> int:
+        return self.policy.boundary
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the largest layer holds: body + tail."""
+        return max(self.body_slots) + self.boundary
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        return tuple(state_bytes(p) for p in self.layers)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all states together; every state is a multiple of 256 bytes, so they lie back to back."""
+        return sum(self.state_bytes)
+
+    @property
+    def max_position(self) -> int | None:
+        return max_position(self.policy, max(self.body_slots), self.context)
+
+    def describe(self) -> str:
+        return describe(self.policy, max(self.body_slots), self.context) + f" {format_bytes(self.arena_bytes)} in all."
+
+
+def plan(
+    policy: CachePolicy,
+    geometries: Sequence[LayerGeometry],
+    budget: Budget | None,
+    context: int,
+    fused_rotary: bool = False,
+) -> Plan:
+    """The largest cache within the budget, for a model with these layers and a context of `context` tokens.
+
+    budget in bytes bounds the whole arena; in tokens (or percent of the context) it is body + tail. None is for keep = full
+    alone and holds the whole context. UserError names the smallest budget that fits when this one does not.
+    """
+    if not geometries or context < 1:
+        raise UserError("A cache needs at least one layer and a context of at least one token.")
+    if policy.positions == "cache" and not all(g.rotary_dim and g.inv_freq for g in geometries):
+        raise UserError("positions 'cache' needs rotary positions in every layer; this model has layers without them.")
+    if budget is None and policy.keep != "full":
+        raise UserError(f"keep '{policy.keep}' needs a KV budget, for example 2MiB, 1024tok or 25%.")
+    limit = budget.resolve(context) if budget else Budget()
+    if limit.tokens is not None and limit.tokens > round_up(context, LANES):
+        raise UserError(f"A KV budget of {budget} is more than the model's context of {context} tokens.")
+
+    def build(body: int, boundary: int) -> Plan:
+        resolved = policy.resolve(body, boundary)
+        layers = tuple(
+            layer_params(resolved, g, i, layer_body_slots(g, body), fused_rotary) for i, g in enumerate(geometries)
+        )
+        return Plan(resolved, layers, context)
+
+    choices = (policy.boundary,) if policy.boundary else BOUNDARIES
+    if policy.observe and not policy.boundary:
+        choices = tuple(e for e in BOUNDARIES if e >= policy.observe) or (round_up(policy.observe, LANES),)
+    bodies = {e: _largest_body(policy, build, limit, context, e) for e in choices}
+    bodies = {e: body for e, body in bodies.items() if body is not None}
+    if not bodies:
+        raise UserError(_too_small(policy, build, budget, limit, context, choices[-1]))
+    boundary = _choose_boundary(policy, bodies, context)
+    return build(bodies[boundary], boundary)
+
+
+def _largest_body(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:
+    """Body slots of the largest cache within the limit at this boundary interval, None when nothing fits."""
+    unit = boundary if policy.keep == "full" else LANES  # a full body grows by whole intervals, any rest is never filled
+    least = policy.least_body(boundary)
+    most = round_up(context, boundary) if policy.keep == "full" else max(round_up(context, boundary) - boundary, least)
+    if policy.positions == "cache":  # the newest rotary position is body + tail - 1
+        most = (context - boundary) // LANES * LANES
+    if limit.tokens is not None:
+        most = min(most, (limit.tokens - boundary) // unit * unit)
+    if most < least:
+        return None
+    if limit.bytes is None or build(most, boundary).arena_bytes <= limit.bytes:
+        return most
+    if build(least, boundary).arena_bytes > limit.bytes:
+        return None
+    low, high = least // unit, most // unit  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if build(middle * unit, boundary).arena_bytes <= limit.bytes:
+            low = middle
+        else:
+            high = middle
+    return low * unit
+
+
+def _choose_boundary(policy: CachePolicy, bodies: dict[int, int], context: int) -> int:
+    """Longer intervals cost fewer compactions and allow longer prefill blocks; shorter ones waste less of a small budget."""
+    held = {e: min(body + e, context) for e, body in bodies.items()}
+    for e in bodies:
+        if policy.keep == "full":
+            if e <= held[e] // 2 and held[e] >= max(held.values()) * 15 // 16:
+                return e
+        elif e <= held[e] // 2 and e <= min(BOUNDARIES, key=lambda power: abs(power - held[e] / 8)):
+            return e
+    return min(bodies)
+
+
+def _too_small(policy: CachePolicy, build, budget: Budget | None, limit: Budget, context: int, boundary: int) -> str:
+    least = policy.least_body(boundary)
+    if policy.positions == "cache" and least + boundary > context:
+        return (
+            f"positions 'cache' with these options needs rotary positions up to {least + boundary}, "
+            f"beyond the model's context of {context} tokens: use fewer sinks, a smaller window or a shorter boundary interval."
+        )
+    smallest = build(least, boundary)
+    meaning = f" ({limit.tokens} tokens)" if budget and budget.percent is not None else ""
+    return (
+        f"A KV budget of {budget}{meaning} is too small for this model with these options: the smallest that fits is "
+        f"{smallest.arena_bytes} bytes ({format_bytes(smallest.arena_bytes)}) or {smallest.capacity}tok."
+    )
+
+
+def describe(policy: CachePolicy, body_slots: int, context: int) -> str:
+    """A resolved policy in words."""
+    newest = f"the newest {body_slots - policy.sinks}"
+    sinks = f"the first {policy.sinks} tokens of the text, " if policy.sinks else ""
+    if policy.keep == "full":
+        text = f"Keeps every token, up to {max_position(policy, body_slots, context)}"
+    elif policy.keep == "window":
+        text = f"Keeps {sinks}{newest}"
+    else:
+        by = "mean attention per query" if policy.score_normalise else "accumulated attention"
+        rest = body_slots - policy.sinks - policy.window
+        text = f"Keeps {sinks}the newest {policy.window} and, per kv head, the {rest} others with the highest {by}"
+    text += f", and beside them the tokens since the last boundary (one every {policy.boundary} tokens)."
+    stored = {"fp16": "half", "fp32": "single"}[policy.element]
+    where = {
+        "original": f"Keys keep the position of the text, at most {context} tokens",
+        "cache": "Positions count inside the cache, so the text may go on without end",
+    }[policy.positions]
+    return f"{text} {where}. Numbers are stored in {stored} precision."
