@@ -1,0 +1,129 @@
+"""The native library through ctypes: thin functions on NumPy arrays, each raising NativeError with the library's own sentence.
+
+A state is a contiguous uint8 array that starts on a 64-byte boundary (see `new_state`); it is changed in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from edgekv.errors import NativeError
+
+LIBRARY = Path(__file__).resolve().parent / "_native" / "libedgekv.so"
+
+
+def _load() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise NativeError(
+            f"The native library {LIBRARY} cannot be loaded ({error}); install edgekv with pip, or run `python setup.py build_ext --inplace`."
+        ) from None
+
+
+_lib = _load()
+_lib.edgekv_schema.restype = c_char_p
+SCHEMA: dict = json.loads(_lib.edgekv_schema())
+
+
+class LayerParams(ctypes.Structure):
+    """The fields of plugins/layout/attributes.def; unset ones take their defaults. `LayerParams(**layer_params(...))` works."""
+
+    _fields_ = [(a["name"], c_int32 if a["type"] == "int" else c_float) for a in SCHEMA["attributes"]]
+
+    def __init__(self, **fields):
+        super().__init__(**({a["name"]: a["default"] for a in SCHEMA["attributes"]} | fields))
+
+
+_PARAMS = POINTER(LayerParams)
+for _name, _result, _arguments in (
+    ("edgekv_last_error", c_char_p, []),
+    ("edgekv_isa", c_char_p, []),
+    ("edgekv_set_isa", c_int, [c_char_p]),
+    ("edgekv_check", c_char_p, [_PARAMS]),
+    ("edgekv_state_bytes", c_int64, [_PARAMS]),
+    ("edgekv_layout", c_int, [_PARAMS, POINTER(c_int64)]),
+    ("edgekv_params_hash", c_uint64, [_PARAMS]),
+    ("edgekv_state_init", c_int, [_PARAMS, c_void_p, c_int64]),
+    ("edgekv_state_hash", c_uint64, [_PARAMS, c_void_p, c_int64, c_int64]),
+):
+    _function = getattr(_lib, _name)
+    _function.restype, _function.argtypes = _result, _arguments
+
+
+def _refuse_if(failed) -> None:
+    if failed:
+        raise NativeError(_lib.edgekv_last_error().decode())
+
+
+def _state(state: np.ndarray) -> tuple[int, int]:
+    if state.dtype.itemsize != 1 or not state.flags.c_contiguous or not state.flags.writeable:
+        raise NativeError("a state must be a writable, contiguous array of bytes")
+    return state.ctypes.data, state.nbytes
+
+
+def isa() -> str:
+    """Name of the instruction set in use: "scalar", "avx2", "avx512" or "neon"."""
+    return _lib.edgekv_isa().decode()
+
+
+def set_isa(name: str) -> None:
+    """Use another instruction set for everything that follows in this process; SCHEMA["isa"] lists what this machine can run."""
+    _refuse_if(_lib.edgekv_set_isa(name.encode()))
+
+
+def check(params: LayerParams) -> str | None:
+    """None when the parameters make sense, otherwise one sentence that names the field."""
+    sentence = _lib.edgekv_check(params)
+    return sentence.decode() if sentence else None
+
+
+def state_bytes(params: LayerParams) -> int:
+    """Bytes of one layer's state."""
+    size = _lib.edgekv_state_bytes(params)
+    _refuse_if(size < 0)
+    return size
+
+
+def layout(params: LayerParams) -> dict[str, int]:
+    """Byte offset of every plane, and under "bytes" the size of the state."""
+    offsets = (c_int64 * 9)()
+    _refuse_if(_lib.edgekv_layout(params, offsets))
+    names = ("body_pos", "body_score", "body_seen", "body_k", "body_v", "tail_k", "tail_v", "tail_q", "bytes")
+    return dict(zip(names, offsets))
+
+
+def params_hash(params: LayerParams) -> int:
+    """The fingerprint of the parameters that a state's header carries; the layer index does not enter."""
+    return _lib.edgekv_params_hash(params)
+
+
+def aligned_bytes(count: int, alignment: int = 256) -> np.ndarray:
+    """A zeroed uint8 array of `count` bytes whose first byte is aligned."""
+    block = np.zeros(count + alignment, np.uint8)
+    start = -block.ctypes.data % alignment
+    return block[start : start + count]
+
+
+def new_state(params: LayerParams) -> np.ndarray:
+    """A fresh, empty state, uint8 [state_bytes(params)]."""
+    state = aligned_bytes(state_bytes(params))
+    state_init(params, state)
+    return state
+
+
+def state_init(params: LayerParams, state: np.ndarray) -> None:
+    """Makes `state` an empty cache."""
+    _refuse_if(_lib.edgekv_state_init(params, *_state(state)))
+
+
+def state_hash(params: LayerParams, state: np.ndarray, position: int) -> int:
+    """A 64-bit hash over everything committed before `position`; traffic counters and speculated tail slots do not enter."""
+    value = _lib.edgekv_state_hash(params, *_state(state), position)
+    _refuse_if(value == 0)
+    return value

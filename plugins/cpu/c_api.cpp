@@ -1,0 +1,43 @@
+// The functions that edgekv/native.py calls through ctypes. All return 0 (or a result) on success; on failure nonzero (or -1),
+// with a sentence in edgekv_last_error().
+#include <cstdint>
+
+#include "cpu/dispatch.h"
+#include "cpu/error.h"
+#include "cpu/schema.h"
+#include "cpu/state.h"
+
+#define EDGEKV_API extern "C" __attribute__((visibility("default")))
+
+using namespace edgekv;
+
+EDGEKV_API const char* edgekv_schema() { return schema_json(); }
+EDGEKV_API const char* edgekv_last_error() { return error_text(); }
+EDGEKV_API const char* edgekv_isa() { return kernels().name; }
+EDGEKV_API int edgekv_set_isa(const char* name) { return set_isa(name); }
+
+EDGEKV_API const char* edgekv_check(const LayerParams* params) { return check_params(*params); }
+
+EDGEKV_API int64_t edgekv_state_bytes(const LayerParams* params) {
+  if (const char* sentence = check_params(*params)) return fail("%s", sentence), -1;
+  return int64_t(state_layout(*params).bytes);
+}
+
+EDGEKV_API int edgekv_layout(const LayerParams* params, int64_t offsets[9]) {
+  if (const char* sentence = check_params(*params)) return fail("%s", sentence);
+  const StateLayout at = state_layout(*params);
+  const size_t all[9] = {at.body_pos, at.body_score, at.body_seen, at.body_k, at.body_v, at.tail_k, at.tail_v, at.tail_q, at.bytes};
+  for (int i = 0; i < 9; ++i) offsets[i] = int64_t(all[i]);
+  return 0;
+}
+
+EDGEKV_API uint64_t edgekv_params_hash(const LayerParams* params) { return params_hash(*params); }
+
+EDGEKV_API int edgekv_state_init(const LayerParams* params, void* state, int64_t bytes) { return init_state(*params, state, bytes); }
+
+// 0 with a sentence when the state is refused.
+EDGEKV_API uint64_t edgekv_state_hash(const LayerParams* params, const void* state, int64_t bytes, int64_t position) {
+  if (check_state(*params, state, bytes, position)) return 0;
+  const uint64_t hash = hash_state(*params, state, position);
+  return hash == 0 ? 1 : hash;
+}

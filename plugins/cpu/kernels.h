@@ -1,0 +1,79 @@
+// What crosses between the orchestration (attention.cpp, compaction.cpp) and the kernels, which are compiled once per
+// instruction set from the templates in attend.h and compact.h. Plain data only: a translation unit built for AVX-512 must not
+// emit a shared inline function that the linker could then hand to the whole program.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/state.h"
+
+namespace edgekv {
+
+constexpr int kTile = 128;     // slots whose scores are held at once; also the grain of the online softmax
+constexpr int kSplit = 512;    // slots attended by one work item before results are merged; a multiple of kTile
+constexpr int kRowBlocks = 8;  // register blocks of query rows that share one pass over the keys and values
+
+// Activations as [heads][rows][dim] in any order of the first two: number (h, t, d) is data[h * head_stride + t * row_stride + d].
+struct Rows {
+  const float* data;
+  int64_t head_stride, row_stride;
+};
+
+// Bytes that the kernels of one step or compaction loaded, added to by several threads.
+struct Loaded {
+  uint64_t body_keys, body_values, tail_keys, tail_values;
+};
+
+// One call of the attention op on one layer. `rows` tokens times `group` query heads share a kv head; query row r of a kv head
+// is token r / group, head r % group of the group.
+struct Step {
+  LayerParams params;
+  StateView state;
+  int group, rows;
+  int first_tail;       // committed tail slots: the step writes tail slots first_tail .. first_tail + rows - 1
+  int body_count;
+  int64_t position;     // of the first row
+  Rows q, k, v;
+  const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated
+  int table_stride;
+  float* y;             // [rows][q_heads][value_dim]
+  float* queries;       // scratch [kv_heads][group * rows * key_dim], packed by prepare()
+  Loaded* loaded;
+};
+
+// Result of attending some slots: not yet divided by the sum. Scores are in units of log2. Layout of one row, in floats:
+// [0, width) weighted sum of values, [width, width + 16) sums of weights by lane, [width + 16] largest score.
+inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
+inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
+
+// A compaction of one layer; see compaction.h.
+struct Compaction {
+  LayerParams params;
+  StateView state;
+  int group, body_count, tail_count, new_count;
+  int64_t tail_base, old_rank_base, new_rank_base, tail_rank_base;
+  const float* inv_freq;  // [rotary_dim / 2], or null
+  Loaded* loaded;
+};
+
+// One instruction set.
+struct Kernels {
+  const char* name;
+  int row_block;  // query rows per register block
+  // Rotates if asked, stores the keys, values and observed queries of one kv head, and packs its scaled queries.
+  void (*prepare)(const Step&, int head);
+  // Attends rows [first, first + count) of a kv head to slots [begin, end) of the body or tail; overwrites `partial`, one
+  // partial_stride per row. first is a multiple of row_block, count at most kRowBlocks * row_block, end - begin at most kSplit.
+  void (*attend)(const Step&, int head, int first, int count, bool tail, int begin, int end, float* partial);
+  // Adds the results `part` of a later split to `sum`, row by row.
+  void (*merge)(int count, int value_dim, float* sum, const float* part);
+  // Divides by the sums and writes rows [first, first + count) of a kv head to y.
+  void (*finish)(const Step&, int head, int first, int count, const float* sum);
+};
+
+const Kernels& kernels_scalar();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_neon();
+
+}  // namespace edgekv
