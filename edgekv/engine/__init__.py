@@ -1,0 +1,75 @@
+"""Engines run one bundle; generation sees only this protocol.
+
+An engine owns the arena (all cache states in one allocation) and the model. It holds no text and takes no decision: the
+session above it says which tokens stand where, and when a boundary is reached.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from edgekv.bundle import Bundle
+
+
+class Occupancy(NamedTuple):
+    """How full the cache is at a committed position."""
+
+    allocated: int  # bytes of the arena
+    used: int  # bytes of keys and values of committed tokens, all layers
+    kept: int  # tokens kept, in the layer that keeps most
+    evicted: int  # tokens dropped so far, in the layer that keeps most
+
+
+class Engine(Protocol):
+    """What a session needs. All calls come from one thread."""
+
+    bundle: Bundle
+    boundary: int  # E: tokens between compactions, a power of two or any multiple of 16
+    chunk: int  # most rows of one step
+    max_rows: int  # most rows of logits of one step
+    vocab: int  # logits per row
+    capacity: int | None  # tokens that fit into a fresh cache; None: no end
+    threads: int
+    arena: np.ndarray  # uint8 [bytes], the memory of all states
+
+    def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        """Runs T tokens that follow `position` committed ones; returns logits of the wanted rows.
+
+        tokens  int64 [T], 1 <= T <= chunk, and T never reaches past the next boundary
+        rows    int64 [R], 1 <= R <= max_rows, indices below T
+        returns float32 [R, vocab], a view that the next step overwrites
+
+        Commits nothing: calling again with the same position overwrites the rows written here.
+        Raises NativeError when the cache refuses (position does not fit its tail).
+        """
+        ...
+
+    def compact(self, position: int) -> None:
+        """Moves the tail into the body; `position` is a multiple of `boundary` and becomes the new base of the tail.
+
+        Raises CacheFullError when a layer that keeps everything has no room.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Empties the cache; the next step starts at position 0. Allocates nothing."""
+        ...
+
+    def state_hash(self, position: int) -> int:
+        """64-bit hash of all committed cache bytes at this position, traffic counters left out."""
+        ...
+
+    def occupancy(self, position: int) -> Occupancy: ...
+
+    def close(self) -> None:
+        """Gives the memory back; the engine cannot be used afterwards."""
+        ...
+
+
+def load(bundle: Bundle, threads: int | None = None, max_rows: int = 1) -> Engine:
+    """The engine for this bundle: ONNX Runtime on the CPU. `max_rows` sizes the logits buffer, allocated once."""
+    from edgekv.engine.onnxruntime import OnnxRuntimeEngine
+
+    return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows)

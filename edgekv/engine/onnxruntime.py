@@ -1,0 +1,223 @@
+"""ONNX Runtime on the CPU: one arena, every state bound as input and output on the same bytes, nothing allocated per step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from edgekv import layout, machine, native
+from edgekv.bundle import Bundle
+from edgekv.engine import Occupancy
+from edgekv.errors import BundleError, CacheFullError, NativeError, UserError
+
+ALIGNMENT = 256  # of the arena and of every state in it
+_MAX_BINDINGS = 64  # remembered (T, R) pairs; each holds only references
+_ORT_ERRORS = tuple(
+    error for error in vars(ort.capi.onnxruntime_pybind11_state).values() if isinstance(error, type) and issubclass(error, Exception)
+) + (RuntimeError,)
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"
+
+
+def check_memory(bundle: Bundle, logits_bytes: int) -> None:
+    """Raises UserError before anything is allocated when weights, arena and logits exceed the memory that is available.
+
+    Weights count once: ONNX Runtime maps the file, and pages that it repacks can be dropped again.
+    """
+    needed = bundle.arena_bytes + bundle.weight_bytes + logits_bytes
+    available = machine.available_memory()
+    if needed > available:
+        raise UserError(
+            f"{bundle.folder} needs {_mib(needed)} of memory (weights {_mib(bundle.weight_bytes)}, KV cache "
+            f"{_mib(bundle.arena_bytes)}, logits {_mib(logits_bytes)}) and {_mib(available)} are available; close other programs "
+            "or export with a smaller --kv-budget or smaller --weights."
+        )
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """Options of every session that edgekv makes, with the native operators registered."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = 3
+    # the int8 path of MatMulNBits: activations are quantised per block of 32, which the exporter's parity gate has judged
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.register_custom_ops_library(str(native.LIBRARY))
+    return options
+
+
+class OnnxRuntimeEngine:
+    """Runs a bundle on the CPU; see `edgekv.engine.Engine` for what each method promises.
+
+    threads   of the graph and of compaction; None takes the physical cores this process may use
+    max_rows  rows of logits that one step can give
+
+    Raises UserError when memory or threads do not fit, BundleError when the graph and the manifest disagree.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, max_rows: int = 1):
+        if threads is not None and not 1 <= threads <= 1024:
+            raise UserError("--threads must be between 1 and 1024.")
+        self.bundle = bundle
+        self.threads = threads or machine.default_threads()
+        self.boundary = bundle.boundary
+        self.chunk = min(bundle.chunk, self.boundary)
+        self.max_rows = max_rows
+        self.vocab = bundle.model["vocab"]
+        self._params = [_layer_params(bundle, index) for index in range(len(bundle.layers))]
+        self._inv_freq = [np.asarray(bundle.inv_freq(index), np.float32) for index in range(len(bundle.layers))]
+        self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
+        self._rank_limit = max(params.body_slots for params in self._params)
+        self.capacity = self._capacity()
+
+        check_memory(bundle, max_rows * self.vocab * 4)
+        try:
+            self.arena = native.aligned_bytes(bundle.arena_bytes, ALIGNMENT)
+            self._logits = np.empty((1, max_rows, self.vocab), np.float32)
+        except MemoryError:
+            raise UserError(
+                f"The system refused {_mib(bundle.arena_bytes)} for the KV cache; export with a smaller --kv-budget."
+            ) from None
+        starts = np.cumsum([0] + [-(-layer["bytes"] // ALIGNMENT) * ALIGNMENT for layer in bundle.layers])
+        self._states = [self.arena[start : start + layer["bytes"]] for start, layer in zip(starts, bundle.layers, strict=False)]
+        self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in self._states]
+        self._ids = np.zeros((1, self.chunk), np.int64)
+        self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._rows = np.zeros(max_rows, np.int64)
+        self._session: ort.InferenceSession | None = self._load(bundle.graph_path)
+        self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self.reset()
+
+    def _load(self, path: Path) -> ort.InferenceSession:
+        try:
+            session = ort.InferenceSession(str(path), session_options(self.threads), providers=["CPUExecutionProvider"])
+        except _ORT_ERRORS as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}") from None
+        wanted = {f"state.{index}": [layer["bytes"]] for index, layer in enumerate(self.bundle.layers)}
+        given = {item.name: item.shape for item in session.get_inputs()}
+        states = {name: shape for name, shape in given.items() if name.startswith("state.")}
+        others = given.keys() - states.keys()
+        outputs = {item.name for item in session.get_outputs()}
+        if (
+            states != wanted
+            or not {"input_ids", "position", "rows"} <= others <= {"input_ids", "position", "rows", "shift"}
+            or outputs != {"logits"} | {f"{name}.out" for name in wanted}
+        ):
+            raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
+        self._has_shift = "shift" in others
+        return session
+
+    def _capacity(self) -> int | None:
+        ends = [p.body_slots + p.tail_slots for p in self._params if p.keep == layout.KEEPS["full"]]
+        if not self._ranked:  # rotations beyond the trained range would be noise
+            ends.append(self.bundle.model["context"])
+        return min(ends) if ends else None
+
+    def _binding(self, count: int, wanted: int) -> Any:
+        """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""
+        key = (count, wanted)
+        if key in self._bindings:
+            self._bindings.move_to_end(key)
+            return self._bindings[key]
+        value = ort.OrtValue.ortvalue_from_numpy
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_input("input_ids", value(self._ids[:, :count]))
+        binding.bind_ortvalue_input("position", value(self._position))
+        binding.bind_ortvalue_input("rows", value(self._rows[:wanted]))
+        if self._has_shift:
+            binding.bind_ortvalue_input("shift", value(self._shift))
+        for index, state in enumerate(self._states):
+            shared = value(state.view(np.int8))
+            binding.bind_ortvalue_input(f"state.{index}", shared)
+            binding.bind_ortvalue_output(f"state.{index}.out", shared)
+        binding.bind_ortvalue_output("logits", value(self._logits[:, :wanted]))
+        self._bindings[key] = binding
+        if len(self._bindings) > _MAX_BINDINGS:
+            self._bindings.popitem(last=False)
+        return binding
+
+    def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        count, wanted = len(tokens), len(rows)
+        if not (1 <= count <= self.chunk and 1 <= wanted <= self.max_rows):
+            raise NativeError(f"a step of {count} tokens and {wanted} rows is outside 1..{self.chunk} and 1..{self.max_rows}")
+        if not 0 <= position - self._tail_base <= self.boundary - count:
+            raise NativeError(f"{count} tokens after position {position} do not fit the tail that starts at {self._tail_base}")
+        self._ids[0, :count] = tokens
+        self._position[0] = position
+        self._rows[:wanted] = rows
+        try:
+            self._session.run_with_iobinding(self._binding(count, wanted))
+        except _ORT_ERRORS as error:
+            raise NativeError(f"ONNX Runtime could not run {self.bundle.graph_path}: {error}") from None
+        return self._logits[0, :wanted]
+
+    def compact(self, position: int) -> None:
+        rank = min(position, self._rank_limit) if self._ranked else position
+        for params in self._params:
+            if params.keep == layout.KEEPS["full"] and position > params.body_slots:
+                raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+        for params, inv_freq, state in zip(self._params, self._inv_freq, self._states, strict=True):
+            native.compact(params, inv_freq, state, position, rank, self.threads)
+        self._tail_base = position
+        self._shift[0] = position - rank
+
+    def reset(self) -> None:
+        for params, state in zip(self._params, self._states, strict=True):
+            native.state_init(params, state)
+        self._tail_base = 0
+        self._shift[0] = 0
+
+    def state_hash(self, position: int) -> int:
+        digest = 0
+        for params, state in zip(self._params, self._states, strict=True):
+            digest = (digest * 1099511628211 + native.state_hash(params, state, position)) % (1 << 64)
+        return digest
+
+    def occupancy(self, position: int) -> Occupancy:
+        used, most = 0, None
+        tail = position - self._tail_base
+        for params, header in zip(self._params, self._headers, strict=True):
+            kept, evicted = int(header["body_count"][0]) + tail, int(header["evicted"][0])
+            element = 2 if params.element == layout.ELEMENTS["fp16"] else 4
+            used += kept * params.kv_heads * (params.key_dim + params.value_dim) * element
+            if most is None or kept > most[0]:
+                most = kept, evicted
+        return Occupancy(self.arena.nbytes, used, *most)
+
+    def close(self) -> None:
+        self._bindings.clear()
+        self._session = None
+        self._states, self._headers = [], []
+        self.arena = np.empty(0, np.uint8)
+
+
+def _layer_params(bundle: Bundle, index: int) -> native.LayerParams:
+    """The layer's parameters from the manifest, checked by the native library itself."""
+    fields, known = bundle.layers[index]["params"], {a["name"]: a["type"] for a in native.SCHEMA["attributes"]}
+    unknown = sorted(fields.keys() - known.keys())
+    if unknown:
+        raise BundleError(f"Layer {index} of {bundle.folder} has the unknown parameter {unknown[0]!r}; it needs a newer edgekv.")
+    try:
+        params = native.LayerParams(**{name: int(v) if known[name] == "int" else float(v) for name, v in fields.items()})
+        sentence = native.check(params)
+        size = None if sentence else native.state_bytes(params)
+    except (NativeError, TypeError) as error:
+        sentence, size = str(error), None
+    if sentence:
+        raise BundleError(f"Layer {index} of {bundle.folder} cannot be built: {sentence}; export the bundle again.")
+    if size != bundle.layers[index]["bytes"]:
+        raise BundleError(
+            f"Layer {index} of {bundle.folder} states {bundle.layers[index]['bytes']} bytes for its cache but needs {size}; "
+            "export the bundle again."
+        )
+    return params

@@ -1,0 +1,1 @@
+"""From logits to text: sessions over a bounded cache, sampling, detokenising, chat."""
