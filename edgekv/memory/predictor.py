@@ -1,0 +1,107 @@
+"""How long a step takes on a device, before anything has run there.
+
+    t = t0 + (bytes from DRAM) / (efficiency x peak bandwidth)
+
+t0 is what a step costs whatever its size (launches, sampling, host work); without it small models are predicted far too fast.
+Both numbers belong to a class of runtimes and were fitted to published speeds (tools/predictor_table.py refits and prints them;
+tests/memory/test_predictor.py holds them to the fit). A profile with a `calibration` section, as `edgekv devices detect` writes
+it, replaces them by rates measured on the device with edgekv's own kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgekv.errors import UserError
+from edgekv.memory.profiles import Profile
+
+
+@dataclass(frozen=True)
+class RateClass:
+    """step_ms: t0 in milliseconds. efficiency: reached share of peak bandwidth. origin: what the two were fitted to."""
+
+    name: str
+    step_ms: float
+    efficiency: float
+    origin: str
+
+
+CLASSES = {
+    "gpu": RateClass("gpu", 2.15, 0.860, "compiled GPU runtimes (TensorRT Edge-LLM, MLC, vLLM) on Jetson Orin and Thor"),
+    "gpu-generic": RateClass("gpu-generic", 11.15, 0.590, "llama.cpp on AGX Orin in early 2024"),
+    "cpu": RateClass("cpu", 0.0, 0.669, "Ollama on Raspberry Pi 5 and Intel N150"),
+}
+PREFILL_SHARE = 0.3  # share of the dense tensor rate that prefill reaches; an assumption, not a fit: always printed as such
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of one step, seconds, and where it goes."""
+
+    overhead: float
+    weights: float
+    cache: float
+    other: float
+    basis: str
+
+    @property
+    def total(self) -> float:
+        return self.overhead + self.weights + self.cache + self.other
+
+    @property
+    def limit(self) -> str:
+        """What most of the time goes to, in words."""
+        parts = {
+            "fixed cost per step": self.overhead,
+            "reading the weights": self.weights,
+            "reading the KV cache": self.cache,
+            "activations and logits": self.other,
+        }
+        return max(parts, key=parts.get)
+
+
+def step_time(profile: Profile, weight_bytes: float, cache_bytes: float, other_bytes: float = 0.0, rates: str | None = None) -> StepTime:
+    """Time of a decode step that moves these bytes from and to DRAM. `rates` names a class; default by the device.
+
+    UserError when the profile does not know the device's bandwidth.
+    """
+    measured = profile.data.get("calibration")
+    if measured and rates is None:
+        values = [measured[name]["value"] for name in ("step_overhead", "weight_rate", "kv_rate")]
+        if None not in values:
+            overhead, weight_rate, cache_rate = values
+            basis = f"rates measured on this device: {weight_rate:g} GB/s weights, {cache_rate:g} GB/s KV, {overhead:g} us per step"
+            other = other_bytes / (weight_rate * 1e9)
+            return StepTime(overhead / 1e6, weight_bytes / (weight_rate * 1e9), cache_bytes / (cache_rate * 1e9), other, basis)
+    cls = CLASSES[rates or profile.data["decode_on"]]
+    peak = profile.peak_gbps
+    if peak is None:
+        raise UserError(f"The memory bandwidth of {profile.name} is unknown; run `edgekv devices detect` on the device.")
+    rate = cls.efficiency * peak * 1e9
+    basis = f"t0 {cls.step_ms:g} ms, {cls.efficiency:.0%} of {peak:g} GB/s (fitted to {cls.origin})"
+    return StepTime(cls.step_ms / 1e3, weight_bytes / rate, cache_bytes / rate, other_bytes / rate, basis)
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Predicted seconds for a whole prompt; None when the device's arithmetic rate is unknown."""
+
+    seconds: float | None
+    basis: str
+
+
+def prefill_time(profile: Profile, flops: float, chunks: int, chunk_bytes: float, bits: int = 16) -> PrefillTime:
+    """Prefill of a prompt in `chunks` steps, `flops` operations in all, each chunk reading chunk_bytes (weights, cache).
+
+    The slower of arithmetic and memory decides per chunk. Measured rates are used when the profile has them.
+    """
+    measured = profile.data.get("calibration")
+    memory = chunks * step_time(profile, chunk_bytes, 0).total
+    if measured and measured["prefill_rate"]["value"]:
+        rate = measured["prefill_rate"]["value"] * 1e12
+        return PrefillTime(max(flops / rate, memory), f"arithmetic rate measured on this device, {rate / 1e9:.0f} GFLOP/s")
+    rate = profile.tflops(bits)
+    if rate is None:
+        return PrefillTime(None, "the arithmetic rate of this device is unknown")
+    seconds = max(flops / (rate * 1e12 * PREFILL_SHARE), memory)
+    return PrefillTime(seconds, f"assuming {PREFILL_SHARE:.0%} of {rate:g} dense TFLOP/s; treat as an order of magnitude")

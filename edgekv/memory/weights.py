@@ -1,0 +1,51 @@
+"""How many bytes a model's weights take, stored and per step, for a weight format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgekv.errors import UserError
+from edgekv.memory.model import ModelShape
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Average bits per weight, scales included. head: the output matrix (and the tied embedding). vectors: norms and biases."""
+
+    name: str
+    bits: float
+    head_bits: float
+    table_bits: float
+    vector_bits: float = 16
+
+    def stored_bytes(self, shape: ModelShape) -> int:
+        """Bytes of all weights."""
+        return sum(self.by_owner(shape).values())
+
+    def step_bytes(self, shape: ModelShape) -> int:
+        """Bytes a decode step reads: every matrix once; of a table that is only looked up, one row."""
+        owners = self.by_owner(shape)
+        return sum(size for owner, size in owners.items() if owner not in ("embedding", "positions"))
+
+    def by_owner(self, shape: ModelShape) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for matrix in shape.matrices:
+            bits = {"head": self.head_bits, "embedding": self.table_bits, "positions": self.table_bits}.get(matrix.owner, self.bits)
+            sizes[matrix.owner] = sizes.get(matrix.owner, 0) + round(matrix.parameters * bits / 8)
+        if shape.vectors:
+            sizes["vectors"] = round(shape.vectors * self.vector_bits / 8)
+        return sizes
+
+
+FORMATS = {
+    "fp32": WeightFormat("fp32", 32, 32, 32, 32),
+    "fp16": WeightFormat("fp16", 16, 16, 16),
+    "int8": WeightFormat("int8", 8 + 32 / 32, 8 + 32 / 32, 8 + 32 / 32, 32),
+    "int4": WeightFormat("int4", 4 + 32 / 32, 4 + 32 / 32, 4 + 32 / 32, 32),  # blocks of 32 with one fp32 scale
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    if name not in FORMATS:
+        raise UserError(f"The weight format must be one of {', '.join(FORMATS)}, not {name!r}.")
+    return FORMATS[name]
