@@ -40,7 +40,7 @@ class LayerParams(ctypes.Structure):
         super().__init__(**({a["name"]: a["default"] for a in SCHEMA["attributes"]} | fields))
 
 
-_PARAMS = POINTER(LayerParams)
+_PARAMS, _FLOATS = POINTER(LayerParams), POINTER(c_float)
 for _name, _result, _arguments in (
     ("edgekv_last_error", c_char_p, []),
     ("edgekv_isa", c_char_p, []),
@@ -50,6 +50,11 @@ for _name, _result, _arguments in (
     ("edgekv_layout", c_int, [_PARAMS, POINTER(c_int64)]),
     ("edgekv_params_hash", c_uint64, [_PARAMS]),
     ("edgekv_state_init", c_int, [_PARAMS, c_void_p, c_int64]),
+    (
+        "edgekv_attend",
+        c_int,
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _FLOATS, c_int],
+    ),
     ("edgekv_state_hash", c_uint64, [_PARAMS, c_void_p, c_int64, c_int64]),
 ):
     _function = getattr(_lib, _name)
@@ -65,6 +70,16 @@ def _state(state: np.ndarray) -> tuple[int, int]:
     if state.dtype.itemsize != 1 or not state.flags.c_contiguous or not state.flags.writeable:
         raise NativeError("a state must be a writable, contiguous array of bytes")
     return state.ctypes.data, state.nbytes
+
+
+def _floats(name: str, array: np.ndarray | None, shape: tuple[int, ...]):
+    """The array as a pointer to contiguous float32 numbers, after a check of its shape; -1 in `shape` matches any size."""
+    if array is None:
+        return None
+    array = np.ascontiguousarray(array, np.float32)
+    if array.ndim != len(shape) or any(want not in (-1, got) for want, got in zip(shape, array.shape)):
+        raise NativeError(f"{name} has the shape {array.shape} and should have {shape}")
+    return array.ctypes.data_as(_FLOATS)
 
 
 def isa() -> str:
@@ -127,3 +142,41 @@ def state_hash(params: LayerParams, state: np.ndarray, position: int) -> int:
     value = _lib.edgekv_state_hash(params, *_state(state), position)
     _refuse_if(value == 0)
     return value
+
+
+def attend(
+    params: LayerParams,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    state: np.ndarray,
+    *,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
+    threads: int = 1,
+) -> np.ndarray:
+    """Append T rows after `position` committed tokens and attend: y float32 [T, q_heads, value_dim].
+
+    q float32 [T, q_heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; with params.fused_rotary also cos and
+    sin float32 [T, rotary_dim/2 or rotary_dim]. Only tail slots from the committed length on change, and the traffic counters.
+    """
+    rows = len(q)
+    y = np.empty((rows, params.q_heads, params.value_dim), np.float32)
+    _refuse_if(
+        _lib.edgekv_attend(
+            params,
+            _floats("q", q, (rows, params.q_heads, params.key_dim)),
+            _floats("k", k, (rows, params.kv_heads, params.key_dim)),
+            _floats("v", v, (rows, params.kv_heads, params.value_dim)),
+            rows,
+            position,
+            _floats("cos", cos, (rows, -1)),
+            _floats("sin", sin, (rows, -1 if cos is None else cos.shape[-1])),
+            0 if cos is None else cos.shape[-1],
+            *_state(state),
+            y.ctypes.data_as(_FLOATS),
+            threads,
+        )
+    )
+    return y

@@ -2,6 +2,7 @@
 // with a sentence in edgekv_last_error().
 #include <cstdint>
 
+#include "cpu/attention.h"
 #include "cpu/dispatch.h"
 #include "cpu/error.h"
 #include "cpu/schema.h"
@@ -40,4 +41,17 @@ EDGEKV_API uint64_t edgekv_state_hash(const LayerParams* params, const void* sta
   if (check_state(*params, state, bytes, position)) return 0;
   const uint64_t hash = hash_state(*params, state, position);
   return hash == 0 ? 1 : hash;
+}
+
+// q [rows][q_heads][key_dim], k [rows][kv_heads][key_dim], v [rows][kv_heads][value_dim], y [rows][q_heads][value_dim]; cos and sin
+// [rows][table_columns] with fused_rotary, else null.
+EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const float* k, const float* v, int64_t rows, int64_t position,
+                             const float* cos, const float* sin, int64_t table_columns, void* state, int64_t bytes, float* y,
+                             int threads) {
+  const LayerParams& p = *params;
+  auto view = [](const float* data, int64_t heads, int64_t dim) { return Rows{data, dim, heads * dim}; };
+  const StepInputs in = {view(q, p.q_heads, p.key_dim), view(k, p.kv_heads, p.key_dim), view(v, p.kv_heads, p.value_dim), rows, position,
+                         cos, sin, table_columns};
+  Threads own(threads);
+  return attend_step(p, in, state, bytes, y, own);
 }

@@ -1,4 +1,17 @@
-#include "cpu/kernels.h"
+// The kernels for one instruction set; setup.py gives this file its compiler flags.
+#if defined(__x86_64__)
+#include "cpu/simd_avx2.h"
+#include "cpu/vecmath.h"
+// The order matters: the kernels are templates on the vector type above.
+#include "cpu/attend.h"
+
 namespace edgekv {
-const Kernels& kernels_avx2() { static const Kernels k = {"avx2", 1, nullptr, nullptr, nullptr, nullptr}; return k; }
+
+const Kernels& kernels_avx2() {
+  static const Kernels table = {"avx2", kRowBlock, prepare, attend, merge, finish};
+  return table;
 }
+
+}  // namespace edgekv
+
+#endif

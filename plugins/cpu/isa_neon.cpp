@@ -1,4 +1,16 @@
-#include "cpu/kernels.h"
+// The kernels for one instruction set: NEON is part of every 64-bit ARM.
+#if defined(__aarch64__)
+#include "cpu/simd_neon.h"
+#include "cpu/vecmath.h"
+// The order matters: the kernels are templates on the vector type above.
+#include "cpu/attend.h"
+
 namespace edgekv {
-const Kernels& kernels_neon() { static const Kernels k = {"neon", 1, nullptr, nullptr, nullptr, nullptr}; return k; }
+
+const Kernels& kernels_neon() {
+  static const Kernels table = {"neon", kRowBlock, prepare, attend, merge, finish};
+  return table;
 }
+
+}  // namespace edgekv
+#endif

@@ -1,4 +1,15 @@
-#include "cpu/kernels.h"
+// The kernels for one instruction set; setup.py gives this file its compiler flags.
+#include "cpu/simd_scalar.h"
+#include "cpu/vecmath.h"
+// The order matters: the kernels are templates on the vector type above.
+#include "cpu/attend.h"
+
 namespace edgekv {
-const Kernels& kernels_scalar() { static const Kernels k = {"scalar", 1, nullptr, nullptr, nullptr, nullptr}; return k; }
+
+const Kernels& kernels_scalar() {
+  static const Kernels table = {"scalar", kRowBlock, prepare, attend, merge, finish};
+  return table;
 }
+
+}  // namespace edgekv
+

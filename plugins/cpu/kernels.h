@@ -43,8 +43,8 @@ struct Step {
 
 // Result of attending some slots: not yet divided by the sum. Scores are in units of log2. Layout of one row, in floats:
 // [0, width) weighted sum of values, [width, width + 16) sums of weights by lane, [width + 16] largest score.
-inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
-inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
+static inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
+static inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
 
 // A compaction of one layer; see compaction.h.
 struct Compaction {

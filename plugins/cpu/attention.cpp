@@ -1,0 +1,151 @@
+#include "cpu/attention.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <thread>
+
+#include "cpu/dispatch.h"
+#include "cpu/error.h"
+#include "cpu/scratch.h"
+
+namespace edgekv {
+namespace {
+
+// Below this much work, in multiply-adds, waking other threads costs more than it saves.
+constexpr int64_t kWorthThreads = 1 << 17;
+// Upper limit for results of splits that wait to be merged, in floats; beyond it a work item attends its splits one by one.
+constexpr int64_t kPartialFloats = 1 << 20;
+
+int check_inputs(const LayerParams& p, const StepInputs& in, const StateHeader& header) {
+  if (in.rows < 1) return fail("a step needs at least one row");
+  const int64_t committed = in.position - header.tail_base;
+  if (in.rows > p.tail_slots - committed)
+    return fail("%" PRId64 " rows at position %" PRId64 " do not fit the tail: it has %d slots and starts at %" PRId64
+                "; end the block at the boundary and compact",
+                in.rows, in.position, p.tail_slots, header.tail_base);
+  if (in.position + in.rows > INT32_MAX) return fail("position %" PRId64 " is beyond the largest one a state can store", in.position);
+  if (!p.fused_rotary) return 0;
+  if (in.cos == nullptr || in.sin == nullptr) return fail("fused_rotary needs the inputs cos and sin");
+  if (p.rotary_dim == 0) return fail("fused_rotary needs a rotary_dim");
+  if (in.table_columns != p.rotary_dim / 2 && in.table_columns != p.rotary_dim)
+    return fail("cos and sin have %" PRId64 " columns; rotary_dim %d needs %d or %d", in.table_columns, p.rotary_dim, p.rotary_dim / 2,
+                p.rotary_dim);
+  return 0;
+}
+
+// Slots [begin, end) of the body or tail: what one result covers before merging.
+struct Split {
+  bool tail;
+  int begin, end;
+};
+
+// The body's splits, then the tail's. They follow from the slots alone, so a row meets the same ones whatever comes with it.
+struct Splits {
+  int body_count, tail_count, body_splits, count;
+  Splits(int body, int tail) : body_count(body), tail_count(tail) {
+    body_splits = (body + kSplit - 1) / kSplit;
+    count = body_splits + (tail + kSplit - 1) / kSplit;
+  }
+  Split operator[](int i) const {
+    const bool tail = i >= body_splits;
+    const int begin = (tail ? i - body_splits : i) * kSplit;
+    return {tail, begin, std::min(begin + kSplit, tail ? tail_count : body_count)};
+  }
+};
+
+void count_traffic(const Step& s, const Loaded& loaded) {
+  const LayerParams& p = s.params;
+  uint64_t* traffic = s.state.header->traffic;
+  traffic[kReadBodyKeys] += loaded.body_keys;
+  traffic[kReadBodyValues] += loaded.body_values;
+  traffic[kReadTailKeys] += loaded.tail_keys;
+  traffic[kReadTailValues] += loaded.tail_values;
+  const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
+  const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) +
+                           (p.keep == kKeepHeavy ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
+  traffic[kWriteTail] += numbers * element_bytes(p);
+  traffic[kTrafficSteps] += 1;
+}
+
+}  // namespace
+
+int attend_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, float* y, Parallel& parallel) {
+  if (check_state(params, state, bytes, in.position)) return 1;
+  const StateView view = view_state(params, state);
+  if (check_inputs(params, in, *view.header)) return 1;
+
+  const Kernels& kernel = kernels();
+  Loaded loaded = {};
+  Step s = {};
+  s.params = params;
+  s.state = view;
+  s.group = params.q_heads / params.kv_heads;
+  s.rows = int(in.rows);
+  s.first_tail = int(in.position - view.header->tail_base);
+  s.body_count = view.header->body_count;
+  s.position = in.position;
+  s.q = in.q, s.k = in.k, s.v = in.v;
+  s.cos = params.fused_rotary ? in.cos : nullptr;
+  s.sin = in.sin;
+  s.table_stride = int(in.table_columns);
+  s.y = y;
+  s.loaded = &loaded;
+
+  const Splits splits(s.body_count, s.first_tail + s.rows);
+  const int64_t rows = int64_t(s.rows) * s.group;  // per kv head
+  const int64_t group_rows = int64_t(kRowBlocks) * kernel.row_block, groups = (rows + group_rows - 1) / group_rows;
+  const int64_t stride = partial_stride(params.value_dim), heads = params.kv_heads;
+  auto rows_of = [&](int64_t group) { return int(std::min(group_rows, rows - group * group_rows)); };
+
+  // Many rows: an item takes all splits of its rows in turn. Few rows: one item per split, merged afterwards. Same arithmetic.
+  static const int64_t enough_items = std::max(8u, 2 * std::thread::hardware_concurrency());
+  const bool in_turn = splits.count == 1 || heads * groups >= enough_items || heads * rows * splits.count * stride > kPartialFloats;
+  const int64_t kept_results = in_turn ? 2 : splits.count;
+  const int64_t query_floats = (heads * rows * params.key_dim + 15) / 16 * 16;
+
+  Scratch scratch;
+  float* memory = static_cast<float*>(scratch.reserve(size_t(query_floats + kept_results * heads * rows * stride) * sizeof(float)));
+  if (memory == nullptr) return fail("out of memory: a step of %" PRId64 " rows needs more working memory than there is", in.rows);
+  s.queries = memory;
+  float* results = memory + query_floats;
+  auto result = [&](int64_t which, int64_t head, int64_t group) {
+    return results + ((which * heads + head) * rows + group * group_rows) * stride;
+  };
+
+  Inline alone;
+  const int64_t slots = s.body_count + s.first_tail + s.rows;
+  const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) >= kWorthThreads;
+  Parallel& all = threads ? parallel : alone;
+  (in.rows >= 8 ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
+
+  if (in_turn) {
+    all.each(size_t(heads * groups), [&](size_t item) {
+      // The last rows see most slots and take longest: they go first.
+      const int64_t head = int64_t(item) % heads, group = groups - 1 - int64_t(item) / heads;
+      const int first = int(group * group_rows), count = rows_of(group);
+      float *sum = result(0, head, group), *part = result(1, head, group);
+      for (int i = 0; i < splits.count; ++i) {
+        const Split split = splits[i];
+        kernel.attend(s, int(head), first, count, split.tail, split.begin, split.end, i == 0 ? sum : part);
+        if (i > 0) kernel.merge(count, params.value_dim, sum, part);
+      }
+      kernel.finish(s, int(head), first, count, sum);
+    });
+  } else {
+    all.each(size_t(heads * groups * splits.count), [&](size_t item) {
+      const int64_t i = int64_t(item) % splits.count, head = int64_t(item) / splits.count % heads, group = int64_t(item) / splits.count / heads;
+      const Split split = splits[int(i)];
+      kernel.attend(s, int(head), int(group * group_rows), rows_of(group), split.tail, split.begin, split.end, result(i, head, group));
+    });
+    const bool much = heads * rows * splits.count * stride >= kWorthThreads / 4;
+    (much ? all : alone).each(size_t(heads * groups), [&](size_t item) {
+      const int64_t head = int64_t(item) % heads, group = int64_t(item) / heads;
+      for (int i = 1; i < splits.count; ++i) kernel.merge(rows_of(group), params.value_dim, result(0, head, group), result(i, head, group));
+      kernel.finish(s, int(head), int(group * group_rows), rows_of(group), result(0, head, group));
+    });
+  }
+  count_traffic(s, loaded);
+  return 0;
+}
+
+}  // namespace edgekv

@@ -1,0 +1,92 @@
+// Sixteen floats in two AVX2 registers. See simd_scalar.h for what each operation means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Vec {
+  __m256 a, b;
+};
+
+constexpr int kRowBlock = 6;      // query rows per register block
+constexpr int kAccumulators = 6;  // pairs of the 16 registers
+
+inline Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Vec splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Vec load(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline void store(float* p, Vec x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline void store(uint16_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+template <class T>
+inline Vec load_first(const T* p, int n) {
+  T whole[16] = {};
+  std::memcpy(whole, p, size_t(n) * sizeof(T));
+  return load(whole);
+}
+template <class T>
+inline void store_first(T* p, Vec x, int n) {
+  T whole[16];
+  store(whole, x);
+  std::memcpy(p, whole, size_t(n) * sizeof(T));
+}
+
+inline Vec add(Vec x, Vec y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Vec sub(Vec x, Vec y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Vec mul(Vec x, Vec y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Vec div(Vec x, Vec y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Vec fma(Vec x, Vec y, Vec z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Vec max(Vec x, Vec y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Vec min(Vec x, Vec y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Vec abs(Vec x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Vec nearest(Vec x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline Vec times_power_of_two(Vec x, Vec n) {
+  auto half = [](__m256 f, __m256 e) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(f), _mm256_slli_epi32(_mm256_cvtps_epi32(e), 23)));
+  };
+  return {half(x.a, n.a), half(x.b, n.b)};
+}
+inline Vec where_less(Vec x, Vec y, Vec yes, Vec no) {
+  return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline Vec keep_lanes(Vec x, int begin, int end, Vec other) {
+  const __m256i first = _mm256_set1_epi32(begin), last = _mm256_set1_epi32(end);
+  auto half = [&](__m256 f, __m256 o, __m256i lane) {
+    const __m256i outside = _mm256_or_si256(_mm256_cmpgt_epi32(first, lane), _mm256_cmpgt_epi32(lane, _mm256_sub_epi32(last, _mm256_set1_epi32(1))));
+    return _mm256_blendv_ps(f, o, _mm256_castsi256_ps(outside));
+  };
+  return {half(x.a, other.a, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)), half(x.b, other.b, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+
+inline float sum_lanes(Vec x) {
+  const __m256 b = _mm256_add_ps(x.a, x.b);
+  const __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+inline float max_lanes(Vec x) {
+  const __m256 b = _mm256_max_ps(x.a, x.b);
+  const __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_max_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+}
+
+}  // namespace
