@@ -289,6 +289,8 @@ def create(target: str | os.PathLike[str], force: bool = False) -> Iterator[Path
         if not (partial / MANIFEST).is_file():
             raise RuntimeError("the bundle was not sealed")
         os.chmod(partial, 0o755)  # mkdtemp makes folders private
+        if target.exists() and not force:
+            raise UserError(f"{target} was made by somebody else meanwhile; give another name.")
         if target.exists():
             aside = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
             os.rename(target, aside / "old")

@@ -118,7 +118,9 @@ class OnnxRuntimeEngine:
         return session
 
     def _capacity(self) -> int | None:
-        ends = [p.body_slots + p.tail_slots for p in self._params if p.keep == layout.KEEPS["full"]]
+        # a full body takes whole intervals only, then one more interval fits the tail
+        full = [p for p in self._params if p.keep == layout.KEEPS["full"]]
+        ends = [p.body_slots // p.tail_slots * p.tail_slots + p.tail_slots for p in full]
         if not self._ranked:  # rotations beyond the trained range would be noise
             ends.append(self.bundle.model["context"])
         return min(ends) if ends else None

@@ -70,7 +70,7 @@ def generate(
     end_tokens: Sequence[int] = (),
     decoder: Decoder = plain,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[str]:
     """Yields text as it becomes certain and fills `answer`, which is complete when the iterator ends.
 

@@ -84,6 +84,12 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     return ids[:count]
 
 
+def _first_above(total: np.ndarray, value: float) -> int:
+    """Index of the first cumulative sum above `value`: never one of weight zero. Past the end (rounding), the last positive one."""
+    index = int(np.searchsorted(total, value, side="right"))
+    return index if index < total.size else int(np.searchsorted(total, total[-1]))
+
+
 class Sampler:
     """Draws tokens with its own random stream.
 
@@ -119,14 +125,8 @@ class Sampler:
         self._scores[seen] = np.where(values > 0, values / penalty, values * penalty)
         return self._scores
 
-    def candidates(self, logits: np.ndarray, also: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """What can be drawn: token ids int64 [n] and their probabilities float64 [n], summing to 1.
-
-        logits  float32 [vocab], not changed
-        also    tokens to count as having occurred beside the observed ones (drafted, not committed)
-
-        Raises EdgekvError when the model produced no finite maximum.
-        """
+    def _weights(self, logits: np.ndarray, also: Sequence[int]) -> tuple[np.ndarray | None, np.ndarray]:
+        """What can be drawn, not normalised: ids int64 [n] (None: all) and weights float32 [n], in memory this object may reuse."""
         options = self.options
         scores = self._penalised(logits, also)
         best = int(scores.argmax())
@@ -134,8 +134,9 @@ class Sampler:
         if not np.isfinite(top):
             raise EdgekvError("the model produced logits that are not numbers")
         if options.greedy or options.top_k == 1:
-            return np.array([best]), np.ones(1)
+            return np.array([best]), np.ones(1, np.float32)
         factor = np.float32(1.0 / options.temperature)
+        ids = None
         if options.top_k:
             ids = top_k_ids(scores, options.top_k)
             weights = np.exp((scores[ids] - top) * factor)
@@ -147,16 +148,26 @@ class Sampler:
             weights = np.subtract(scores, top, out=self._scores)
             weights *= factor
             np.exp(weights, out=weights)
-            ids = nucleus(weights, options.top_p) if options.top_p < 1.0 else None
-            if ids is not None:
+            if options.top_p < 1.0:
+                ids = nucleus(weights, options.top_p)
                 weights = weights[ids]
         if options.min_p > 0.0:
             kept = np.flatnonzero(weights >= options.min_p)
             ids, weights = (kept if ids is None else ids[kept]), weights[kept]
-        if ids is None:
-            ids = np.arange(weights.size)
+        return ids, weights
+
+    def candidates(self, logits: np.ndarray, also: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """What can be drawn: token ids int64 [n] and their probabilities float64 [n], summing to 1.
+
+        logits  float32 [vocab], not changed
+        also    tokens to count as having occurred beside the observed ones (drafted, not committed)
+
+        Raises EdgekvError when the model produced no finite maximum.
+        """
+        ids, weights = self._weights(logits, also)
         probabilities = weights.astype(np.float64)
-        return ids, probabilities / probabilities.sum()
+        probabilities /= probabilities.sum()
+        return np.arange(weights.size) if ids is None else ids, probabilities
 
     def distribution(self, logits: np.ndarray, also: Sequence[int] = ()) -> np.ndarray:
         """The same law over the whole vocabulary: float64 [vocab], zero for what cannot be drawn."""
@@ -165,17 +176,29 @@ class Sampler:
         dense[ids] = probabilities
         return dense
 
-    def draw(self, ids: np.ndarray, probabilities: np.ndarray) -> int:
-        """One token of a law given as candidates (not necessarily normalised); consumes one random number."""
-        total = np.cumsum(probabilities)
-        # side="right" skips candidates of probability zero; the minimum guards the rounding of the last sum
-        index = int(np.searchsorted(total, self.rng.random() * total[-1], side="right"))
-        return int(ids[min(index, ids.size - 1)])
+    def draw(self, weights: np.ndarray) -> int:
+        """An index into weights [n] (not necessarily normalised) with probability proportional to them; one random number."""
+        uniform, start = self.rng.random(), 0
+        if weights.size > _BLOCK**2:  # find the block first, then look inside: the same law without summing everything in order
+            whole = weights.size // _BLOCK * _BLOCK
+            sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
+            total = np.cumsum(np.append(sums, weights[whole:].sum(dtype=np.float64)))
+            uniform *= total[-1]
+            block = _first_above(total, uniform)
+            uniform -= total[block - 1] if block else 0.0
+            start = block * _BLOCK
+            weights = weights[start : start + _BLOCK]
+            total = np.cumsum(weights, dtype=np.float64)
+        else:
+            total = np.cumsum(weights, dtype=np.float64)
+            uniform *= total[-1]
+        return start + _first_above(total, uniform)
 
     def sample(self, logits: np.ndarray) -> int:
         """The next token for logits float32 [vocab]; the token counts as having occurred afterwards."""
-        ids, probabilities = self.candidates(logits)
-        token = int(ids[0]) if ids.size == 1 else self.draw(ids, probabilities)
+        ids, weights = self._weights(logits, ())
+        index = 0 if weights.size == 1 else self.draw(weights)
+        token = index if ids is None else int(ids[index])
         if self.options.repetition_penalty != 1.0:
             self._seen[token] = True
         return token

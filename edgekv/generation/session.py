@@ -87,12 +87,12 @@ class Session:
         self,
         tokens: Sequence[int] | np.ndarray,
         stop: Callable[[], bool] | None = None,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray | None:
         """Commits tokens in blocks of at most a chunk; returns logits float32 [vocab] of the last one, a view.
 
         stop      asked between blocks; when it says so, feeding ends and None is returned
-        progress  told the number of tokens fed so far after each block
+        progress  told the number of tokens fed so far, and of all of them, after each block
         """
         tokens = np.asarray(tokens, dtype=np.int64)
         if tokens.size == 0:
@@ -106,7 +106,7 @@ class Session:
             self.commit(block.size)
             fed += block.size
             if progress is not None:
-                progress(fed)
+                progress(fed, tokens.size)
         return logits[0]
 
     def rewind(self, position: int) -> bool:

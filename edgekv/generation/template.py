@@ -66,6 +66,14 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return attr not in _UNBOUNDED_METHODS and super().is_safe_attribute(obj, attr, value)
 
 
+    def wrap_str_format(self, value: Any) -> Any:
+        return None if super().wrap_str_format(value) is None else _refuse_format
+
+
+def _refuse_format(*args: Any, **kwargs: Any) -> None:
+    raise _Refused("string formatting with format is not available")
+
+
 def _raise_exception(sentence: object) -> None:
     raise _Refused(str(sentence)[:1000])
 

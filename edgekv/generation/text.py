@@ -56,7 +56,8 @@ class Detokeniser:
         """Text that this token completes, empty while a character is incomplete."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MOST_HELD:
+        # special tokens show nothing: they must not become all of the window, or the next word would lose its space
+        if (text.endswith(_REPLACEMENT) or text == self._prefix) and len(self._ids) - self._read < _MOST_HELD:
             return ""
         return self._advance(text)
 

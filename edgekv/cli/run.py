@@ -1,0 +1,265 @@
+"""`edgekv run`: generates text from a bundle, once or in a conversation, and reports what that cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgekv.cli import _common
+from edgekv.errors import UserError
+
+
+@dataclass
+class Options:
+    """How answers are generated and shown."""
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    as_json: bool
+    quiet: bool
+
+
+@click.command()
+@_common.bundle_argument
+@click.option("--prompt", "-p", help="Text to continue; with --chat, the first message.")
+@click.option("--prompt-file", "-f", type=click.Path(path_type=Path), help="The same from a UTF-8 file.")
+@click.option("--chat", is_flag=True, help="Hold a conversation with the model's own chat template.")
+@click.option("--system", help="System message of the conversation.")
+@click.option("--max-tokens", "-n", type=click.IntRange(0), default=512, show_default=True, help="Most tokens per answer; 0: no limit.")
+@click.option("--temperature", type=float, help="0 is greedy. Sampling options default to the model's own, else to greedy.")
+@click.option("--top-k", type=int, help="Keep the k most probable tokens; 0 is off.")
+@click.option("--top-p", type=float, help="Keep the most probable tokens that sum to p; 1 is off.")
+@click.option("--min-p", type=float, help="Keep tokens at least p times as probable as the best; 0 is off.")
+@click.option("--repetition-penalty", type=float, help="Make tokens that occurred less probable; 1 is off.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the random numbers; default: a new one each time.")
+@click.option("--stop", multiple=True, help="End the answer at this text; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on when the model ends its answer (for measurements).")
+@_common.threads_option
+@_common.verify_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--quiet", "-q", is_flag=True, help="No report and no progress.")
+def command(
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    max_tokens: int,
+    seed: int | None,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    threads: int | None,
+    verify: bool,
+    as_json: bool,
+    quiet: bool,
+    **sampling: Any,
+) -> None:
+    """Generate text from BUNDLE.
+
+    The prompt comes from --prompt, --prompt-file or standard input. The report goes to standard error. With --chat, Ctrl-C
+    ends an answer, and Ctrl-D or /exit the conversation; /reset starts a new one.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise UserError("--prompt and --prompt-file exclude each other; give one of them.")
+    if system is not None and not chat:
+        raise UserError("--system belongs to a conversation; add --chat.")
+    if any(not text for text in stop):
+        raise UserError("--stop needs a text that is not empty.")
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    if prompt_file is not None:
+        prompt = _common.read_text(prompt_file)
+    elif prompt is None and not chat:
+        if interactive:
+            raise UserError("There is nothing to continue: give --prompt, --prompt-file or text on standard input, or --chat.")
+        prompt = _common.read_standard_input()
+    options = Options(max_tokens or None, stop, ignore_eos, as_json, quiet)
+
+    # imported late, so that a wrong option is answered at once
+    from edgekv import bundle as bundles
+    from edgekv import engine
+    from edgekv.generation.sampling import Sampler, SamplingOptions
+    from edgekv.generation.session import Session
+
+    opened = bundles.open_bundle(bundle, verify)
+    settings = SamplingOptions(**_sampling(opened.manifest.get("generation", {}), sampling))
+    runner = _Chat if chat else _Completion
+    run = runner(opened, options, prompt, system, interactive)
+    loaded = engine.load(opened, threads)
+    try:
+        session = Session(loaded)
+        run(session, Sampler(settings, loaded.vocab, seed))
+    finally:
+        loaded.close()
+
+
+def _sampling(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Options of the command line over the bundle's own; a temperature given as 0 is greedy whatever the bundle says."""
+    chosen = {}
+    for name, value in given.items():
+        default = defaults.get(name)
+        if value is None and isinstance(default, int | float) and not isinstance(default, bool):
+            value = int(default) if name == "top_k" else float(default)
+        if value is not None:
+            chosen[name] = value
+    return chosen
+
+
+class _Run:
+    """What one completion and a conversation share."""
+
+    def __init__(self, bundle: Any, options: Options, prompt: str | None, system: str | None, interactive: bool):
+        from edgekv.generation.text import load_tokenizer
+
+        self.bundle, self.options, self.prompt, self.system, self.interactive = bundle, options, prompt, system, interactive
+        self.tokenizer = load_tokenizer(bundle)
+        self.answers: list[Any] = []
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end the answer
+
+    def generation_options(self) -> dict[str, Any]:
+        options = self.options
+        silent = options.quiet or options.as_json or not sys.stderr.isatty()
+        return {
+            "max_tokens": options.max_tokens,
+            "stop_strings": options.stop,
+            "end_tokens": () if options.ignore_eos else self.bundle.model["eos_token_ids"],
+            "progress": None if silent else _common.show_prefill,
+        }
+
+    def show(self, pieces: Iterator[str]) -> None:
+        for piece in pieces:
+            if not self.options.as_json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if not self.options.as_json and self.answers and not self.answers[-1].text.endswith("\n"):
+            click.echo()
+
+    def finish(self, session: Any, sampler: Any, **more: Any) -> None:
+        """Prints the report, or the JSON object."""
+        from edgekv.generation.report import Report
+
+        if not self.answers:
+            return
+        last, report = self.answers[-1], Report.of(session, self.answers)
+        if self.options.as_json:
+            shown = {**_answer_json(last), "seed": sampler.seed, **more, "report": report.to_json()}
+            click.echo(json.dumps(shown, ensure_ascii=False))
+        elif not self.options.quiet:
+            click.echo("\n" + "\n".join(report.lines(last.finish_reason)), err=True)
+
+
+def _answer_json(answer: Any) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.tokens,
+        "finish_reason": answer.finish_reason,
+        "stop_string": answer.stop_string,
+        "prompt_tokens": answer.prompt_tokens,
+    }
+
+
+class _Completion(_Run):
+    """Continues one text."""
+
+    def __call__(self, session: Any, sampler: Any) -> None:
+        from edgekv.generation.generate import Answer, generate
+
+        tokens = self.tokenizer.encode(self.prompt).ids
+        if not tokens and self.bundle.model["bos_token_id"] is not None:
+            tokens = [self.bundle.model["bos_token_id"]]
+        if not tokens:
+            raise UserError("The prompt is empty; give some text to continue.")
+        self.answers = [Answer()]
+        with _common.Interrupts() as interrupted:
+            options = self.generation_options()
+            self.show(generate(session, sampler, self.tokenizer, tokens, self.answers[0], interrupted=interrupted, **options))
+        self.end_line()
+        self.finish(session, sampler)
+
+
+class _Chat(_Run):
+    """Holds a conversation: the prompt first if there is one, then lines of standard input."""
+
+    def __init__(self, bundle: Any, options: Options, prompt: str | None, system: str | None, interactive: bool):
+        from edgekv.generation.template import ChatTemplate
+
+        super().__init__(bundle, options, prompt, system, interactive)
+        path = bundle.file("chat_template.jinja")
+        if path is None:
+            raise UserError(f"{bundle.folder} has no chat template; the model was not trained for conversations. Run it without --chat.")
+        if interactive and options.as_json and prompt is None:
+            raise UserError("--json prints one object at the end; give the messages with --prompt or on standard input.")
+        names = {name: self._token(bundle.model.get(f"{name}_id")) for name in ("bos_token",)}
+        names["eos_token"] = self._token(next(iter(bundle.model["eos_token_ids"]), None))
+        self.template = ChatTemplate(_common.read_text(path), **names)
+
+    def _token(self, token: int | None) -> str:
+        return (self.tokenizer.id_to_token(token) or "") if token is not None else ""
+
+    def messages(self) -> Iterator[str]:
+        if self.prompt is not None:
+            yield self.prompt
+            if not self.interactive or self.options.as_json:
+                return
+        if self.interactive:
+            import readline  # noqa: F401  gives input() line editing and history
+
+            while True:
+                try:
+                    yield input("> ")
+                except (EOFError, KeyboardInterrupt):
+                    click.echo()
+                    return
+        yield from _common.read_standard_input().splitlines()
+
+    def __call__(self, session: Any, sampler: Any) -> None:
+        from edgekv.generation.conversation import Conversation
+        from edgekv.generation.generate import Answer
+
+        talk = Conversation(session, sampler, self.tokenizer, self.template, self.system)
+        turns = []
+        for message in self.messages():
+            if message.strip() in ("/exit", "/quit"):
+                break
+            if message.strip() == "/reset":
+                talk.clear()
+                continue
+            if not message.strip():
+                continue
+            answer, forgotten = Answer(), talk.forgotten
+            try:
+                with _common.Interrupts() as interrupted:
+                    options = self.generation_options()
+                    self.answers.append(answer)
+                    self.show(talk.ask(message, answer, interrupted=interrupted, **options))
+            except UserError as error:
+                self.answers.remove(answer)
+                if not self.interactive:
+                    raise
+                click.echo(f"edgekv: {error}", err=True)
+                continue
+            self.end_line()
+            turns.append(_answer_json(answer))
+            self.remark(answer, talk.forgotten - forgotten, session)
+        self.finish(session, sampler, turns=turns, forgotten_messages=talk.forgotten)
+
+    def remark(self, answer: Any, forgotten: int, session: Any) -> None:
+        """Says what the person could not see in the answer itself."""
+        if self.options.as_json or self.options.quiet:
+            return
+        capacity = session.engine.capacity
+        if forgotten:
+            click.echo(f"(the oldest {forgotten} messages were forgotten: this bundle holds {capacity} tokens)", err=True)
+        if answer.finish_reason == "capacity":
+            click.echo(f"(the answer ends here because the cache of {capacity} tokens is full and evicts nothing)", err=True)
+        if answer.finish_reason == "interrupted":
+            click.echo("(interrupted)", err=True)
