@@ -35,13 +35,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from edgekv import __version__, protobuf
+from edgekv import __version__, layout, protobuf
 from edgekv.errors import BundleError, UserError
 
 FORMAT = "edgekv-bundle"
@@ -201,11 +201,7 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         demand(good, "a rotary frequency table does not hold numbers")
     for index, layer in enumerate(layers):
         demand(isinstance(layer, dict) and isinstance(layer.get("params"), dict), f"layer {index} has no params")
-        for name, value in layer["params"].items():
-            good = isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1 << 31
-            demand(good, f"layer {index}: {name} is not a number")
-        demand(_is_int(layer["params"].get("tail_slots"), 1, 1 << 20), f"layer {index}: tail_slots is missing")
-        demand(_is_int(layer.get("bytes"), 256, 1 << 46), f"layer {index}: bytes is not a sensible number")
+        _check_params(layer, index, demand)
         table = layer.get("inv_freq")
         demand(table is None or _is_int(table, 0, len(tables) - 1), f"layer {index}: there is no frequency table {table}")
         rotary = layer["params"].get("rotary_dim", 0)
@@ -216,6 +212,19 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         demand(safe_name(name) and name != MANIFEST, f"the file name {name!r} leaves the bundle")
         good = isinstance(entry, dict) and _is_int(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
         demand(good, f"the entry of {name!r} lacks its size or hash")
+
+
+def _check_params(layer: dict[str, Any], index: int, demand: Callable[[bool, str], None]) -> None:
+    kinds = {name: code for name, code, _ in layout.FIELDS}
+    for name, value in layer["params"].items():
+        demand(name in kinds, f"layer {index}: the parameter {name!r} is unknown to this edgekv")
+        whole = _is_int(value, -(1 << 31), (1 << 31) - 1)
+        number = whole or kinds[name] == "f" and isinstance(value, float) and abs(value) < 3e38  # not for NaN and infinity
+        demand(number, f"layer {index}: {name} is not a sensible number")
+    sentence = layout.check_params(layer["params"])
+    demand(sentence is None, f"layer {index}: {sentence}")
+    size = layout.state_bytes(layer["params"])
+    demand(layer.get("bytes") == size, f"layer {index}: its cache needs {size} bytes, not {layer.get('bytes')!r}")
 
 
 def _check_files(folder: Path, files: dict[str, Any], verify: bool) -> None:

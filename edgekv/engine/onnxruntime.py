@@ -73,7 +73,7 @@ class OnnxRuntimeEngine:
         self.chunk = min(bundle.chunk, self.boundary)
         self.max_rows = max_rows
         self.vocab = bundle.model["vocab"]
-        self._params = [_layer_params(bundle, index) for index in range(len(bundle.layers))]
+        self._params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
         self._inv_freq = [np.asarray(bundle.inv_freq(index), np.float32) for index in range(len(bundle.layers))]
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(params.body_slots for params in self._params)
@@ -201,25 +201,3 @@ class OnnxRuntimeEngine:
         self._session = None
         self._states, self._headers = [], []
         self.arena = np.empty(0, np.uint8)
-
-
-def _layer_params(bundle: Bundle, index: int) -> native.LayerParams:
-    """The layer's parameters from the manifest, checked by the native library itself."""
-    fields, known = bundle.layers[index]["params"], {a["name"]: a["type"] for a in native.SCHEMA["attributes"]}
-    unknown = sorted(fields.keys() - known.keys())
-    if unknown:
-        raise BundleError(f"Layer {index} of {bundle.folder} has the unknown parameter {unknown[0]!r}; it needs a newer edgekv.")
-    try:
-        params = native.LayerParams(**{name: int(v) if known[name] == "int" else float(v) for name, v in fields.items()})
-        sentence = native.check(params)
-        size = None if sentence else native.state_bytes(params)
-    except (NativeError, TypeError) as error:
-        sentence, size = str(error), None
-    if sentence:
-        raise BundleError(f"Layer {index} of {bundle.folder} cannot be built: {sentence}; export the bundle again.")
-    if size != bundle.layers[index]["bytes"]:
-        raise BundleError(
-            f"Layer {index} of {bundle.folder} states {bundle.layers[index]['bytes']} bytes for its cache but needs {size}; "
-            "export the bundle again."
-        )
-    return params

@@ -64,7 +64,7 @@ class Session:
             raise ValueError(f"a block of {tokens.size} tokens does not fit the {room} left before the boundary")
         self._block = _NO_ROWS
         logits = self.engine.step(tokens, self.position, self._all_rows[: tokens.size] if rows is None else rows)
-        self._block = tokens
+        self._block = tokens.copy()  # the caller may reuse its array
         return logits
 
     def commit(self, count: int) -> None:
