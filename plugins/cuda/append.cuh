@@ -1,0 +1,49 @@
+// Writes a step's T rows into the tail: keys (rotated), values, and the queries that will score tokens at the next boundary.
+// Nothing else of a state changes in a step, but for the traffic counters, which are no part of the committed state.
+#pragma once
+#include "rows.cuh"
+
+namespace edgekv {
+namespace cuda {
+
+// The cache is read once per step, whatever T is: what is filled, and the rows just written.
+EDGEKV_DEVICE void count_step(const Step& s, const Tail& tail) {
+  const LayerParams& p = s.layer.p;
+  const uint64_t element = p.element == kFloat16 ? 2 : 4, heads = p.kv_heads, kept = tail.body, newest = tail.committed + s.rows;
+  uint64_t* t = header(s.layer)->traffic;
+  t[kReadBodyKeys] += heads * kept * p.key_dim * element;
+  t[kReadBodyValues] += heads * kept * p.value_dim * element;
+  t[kReadTailKeys] += heads * newest * p.key_dim * element;
+  t[kReadTailValues] += heads * newest * p.value_dim * element;
+  t[kReadBodyMeta] += heads * kept * 4;
+  t[kWriteTail] += heads * s.rows * (p.key_dim + p.value_dim) * element;
+  t[kTrafficSteps] += 1;
+}
+
+// Grid (T, kv_heads + q_heads), any block size. Blocks 0..kv_heads-1 of y write a key and a value, the others a query.
+template <typename Elem>
+__global__ void append_rows(const Step s) {
+  const Layer& l = s.layer;
+  const LayerParams& p = l.p;
+  const Tail tail = read_tail(l, *s.position, s.rows);
+  if (!tail.ok) return;
+  const int t = int(blockIdx.x), h = int(blockIdx.y), slot = tail.committed + t;
+  if (t == 0 && h == 0 && threadIdx.x == 0) count_step(s, tail);
+  if (h < p.kv_heads) {
+    Elem* k = plane<Elem>(l, l.at.tail_k);
+    Elem* v = plane<Elem>(l, l.at.tail_v) + (size_t(h) * p.tail_slots + slot) * p.value_dim;
+    for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x))
+      k[key_offset(h, slot, d, p.tail_slots, p.key_dim)] = from_float<Elem>(load_rotated(s, s.k, t, h, d));
+    for (int d = int(threadIdx.x); d < p.value_dim; d += int(blockDim.x))
+      v[d] = from_float<Elem>(load_activation(s, s.v.data, t * s.v.row + h * s.v.head + d));
+    return;
+  }
+  const int observed = slot - (p.tail_slots - p.observe);
+  if (p.keep != kKeepHeavy || observed < 0) return;
+  const int head = h - p.kv_heads;
+  Elem* q = plane<Elem>(l, l.at.tail_q) + (size_t(head) * p.observe + observed) * p.key_dim;
+  for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x)) q[d] = from_float<Elem>(load_rotated(s, s.q, t, head, d));
+}
+
+}  // namespace cuda
+}  // namespace edgekv

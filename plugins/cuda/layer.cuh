@@ -1,0 +1,55 @@
+// One layer's state on the device: where its planes lie, and what a step or a compaction finds in its header.
+#pragma once
+#include "../layout/state_layout.h"
+#include "numbers.cuh"
+
+namespace edgekv {
+namespace cuda {
+
+// Passed to kernels by value.
+struct Layer {
+  LayerParams p;
+  StateLayout at;
+  uint64_t hash;               // params_hash(p): a state of other parameters is refused
+  unsigned char* state;        // device memory, at.bytes
+};
+
+template <typename T>
+EDGEKV_DEVICE T* plane(const Layer& l, size_t offset) { return reinterpret_cast<T*>(l.state + offset); }
+EDGEKV_DEVICE StateHeader* header(const Layer& l) { return reinterpret_cast<StateHeader*>(l.state); }
+
+// What the committed position says about the tail. Not ok: the state is damaged, or the caller would overrun the tail; kernels
+// then leave the state alone.
+struct Tail {
+  int base;            // position of tail slot 0
+  int committed;       // tail rows before this step
+  int body;            // filled body slots
+  bool ok;
+};
+
+EDGEKV_DEVICE Tail read_tail(const Layer& l, long long position, int new_rows) {
+  const StateHeader* h = header(l);
+  Tail t;
+  const long long base = h->tail_base, committed = position - base;
+  t.body = h->body_count;
+  t.ok = h->magic == EDGEKV_STATE_MAGIC && h->layout_version == EDGEKV_LAYOUT_VERSION && h->params_hash == l.hash &&
+         committed >= 0 && committed + new_rows <= l.p.tail_slots && t.body >= 0 && t.body <= l.p.body_slots && base >= 0 &&
+         base <= 0x7fffffffll - l.p.tail_slots;  // positions are stored as int32
+  t.base = t.ok ? int(base) : 0;
+  t.committed = t.ok ? int(committed) : 0;
+  return t;
+}
+
+// Offset of number d of a key in a plane interleaved by 16 tokens, in elements; `slots` per head.
+EDGEKV_DEVICE size_t key_offset(int head, int slot, int d, int slots, int key_dim) {
+  return (size_t(head) * slots / EDGEKV_LANES + slot / EDGEKV_LANES) * key_dim * EDGEKV_LANES + size_t(d) * EDGEKV_LANES + slot % EDGEKV_LANES;
+}
+
+EDGEKV_DEVICE bool visible(const LayerParams& p, int key, int query) {
+  return key >= 0 && key <= query && (p.sliding_window == 0 || query - key < p.sliding_window);
+}
+
+EDGEKV_DEVICE float soft_limit(float score, float cap) { return cap > 0.0f ? __fmul_rn(cap, tanhf(score / cap)) : score; }
+
+}  // namespace cuda
+}  // namespace edgekv

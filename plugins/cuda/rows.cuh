@@ -1,0 +1,55 @@
+// The T rows a step brings: queries, keys and values as activations, with the rotation applied where the op fuses it.
+#pragma once
+#include "layer.cuh"
+
+namespace edgekv {
+namespace cuda {
+
+// Number d of row t and head h lies at data[t * row + h * head + d]: covers both [T, heads * dim] and [heads, T, dim].
+struct Rows {
+  const void* data;
+  long long row, head;
+};
+
+// One step of one layer. Passed to kernels by value.
+struct Step {
+  Layer layer;
+  Rows q, k, v;
+  int half;                   // activations are float16 instead of float32
+  const void* cos;            // [T, table], with fused_rotary only; the first rotary_dim / 2 columns are used
+  const void* sin;
+  int table;                  // columns of cos and sin
+  const long long* position;  // committed tokens before the step, in device memory
+  int rows;                   // T
+  void* y;                    // [T, q_heads * value_dim]
+  int split;                  // slots per split (launch.cuh), a multiple of the tile
+  float* part;                // [splits][T * q_heads][value_dim + 2]: weighted values, then maximum and sum of the softmax
+};
+
+EDGEKV_DEVICE float load_activation(const Step& s, const void* data, long long at) {
+  return s.half ? to_float(static_cast<const __half*>(data)[at]) : static_cast<const float*>(data)[at];
+}
+EDGEKV_DEVICE void store_activation(const Step& s, void* data, long long at, float v) {
+  if (s.half) static_cast<__half*>(data)[at] = from_float<__half>(v);
+  else static_cast<float*>(data)[at] = v;
+}
+
+// Number d of row t, head h, rotated when the op does that. Products are rounded before one fma combines them, so that every
+// kernel that asks gets the same bits.
+EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int d) {
+  const long long at = t * x.row + h * x.head;
+  const LayerParams& p = s.layer.p;
+  const float own = load_activation(s, x.data, at + d);
+  if (!p.fused_rotary || d >= p.rotary_dim) return own;
+  const int half = p.rotary_dim / 2;
+  const int pair = p.rotary_interleaved ? d / 2 : d % half;
+  const bool second = p.rotary_interleaved ? d & 1 : d >= half;
+  const int distance = p.rotary_interleaved ? 1 : half;
+  const float other = load_activation(s, x.data, at + (second ? d - distance : d + distance));
+  const long long angle = (long long)t * s.table + pair;
+  const float product = __fmul_rn(other, load_activation(s, s.sin, angle));
+  return fmaf(own, load_activation(s, s.cos, angle), second ? product : -product);
+}
+
+}  // namespace cuda
+}  // namespace edgekv

@@ -1,0 +1,163 @@
+"""The CUDA kernels of plugins/cuda, compiled with g++ over plugins/emulation and called on NumPy arrays.
+
+"Device" memory is ordinary memory here. The library is built once per state of its sources, under build/.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Mapping
+from ctypes import c_char_p, c_int, c_longlong, c_uint64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from edgekv import layout
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGINS = ROOT / "plugins"
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+
+
+def native_flags() -> list[str]:
+    """-march=native where it only speeds up what is exact anyway: float16 conversions and fma."""
+    return ["-march=native"]
+
+
+def build(name: str, sources: list[Path], watched: list[Path], flags: tuple[str, ...] = ()) -> Path:
+    """Compile CUDA sources for the emulation into build/emulation/, unless that has been done for the same text."""
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for path in sorted({*sources, *watched}):
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / "emulation"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{name}-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        part = library.with_suffix(f".{id(digest)}.part")
+        command = ["g++", *FLAGS, *native_flags(), *flags, "-DEDGEKV_EMULATE", f"-I{PLUGINS}", "-x", "c++", *map(str, sources), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        part.replace(library)
+    return library
+
+
+def watched_sources() -> list[Path]:
+    return [p for room in ("cuda", "layout", "emulation") for p in (PLUGINS / room).iterdir() if p.is_file()]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("row_stride", c_longlong), ("head_stride", c_longlong)]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("q", _Rows),
+        ("k", _Rows),
+        ("v", _Rows),
+        ("half", c_int),
+        ("rows", c_int),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("table", c_int),
+        ("position", c_void_p),
+        ("y", c_void_p),
+    ]
+
+
+def aligned(size: int) -> np.ndarray:
+    """Bytes on a 256-byte boundary, filled with a pattern that is NaN in every float format."""
+    block = np.full(size + 256, 0xFF, np.uint8)
+    start = -block.ctypes.data % 256
+    return block[start : start + size]
+
+
+class Emulated:
+    """The library, with the scheduling order as a setting (see cuda_emulation.h)."""
+
+    def __init__(self):
+        self.lib = ctypes.CDLL(str(build("kernels", [PLUGINS / "cuda/api.cu", PLUGINS / "emulation/emulation.cpp"], watched_sources())))
+        self.lib.edgekv_cuda_last_error.restype = c_char_p
+        self.lib.emulation_error.restype = c_char_p
+        self.lib.emulation_sites.restype = c_char_p
+        self.lib.edgekv_cuda_step_workspace.restype = c_longlong
+        self.lib.edgekv_cuda_compact_workspace.restype = c_longlong
+        self.lib.emulation_configure.argtypes = [c_int, c_uint64]
+
+    def order(self, order: int, seed: int = 0) -> None:
+        self.lib.emulation_configure(order, seed)
+
+    def drop(self, place: str) -> None:
+        """Remove the barrier at "file:line"; "" restores all."""
+        name, _, line = place.partition(":")
+        self.lib.emulation_drop(name.encode(), int(line or 0))
+
+    def sites(self) -> list[str]:
+        return self.lib.emulation_sites().decode().split()
+
+    def check(self, failed: int) -> None:
+        if failed:
+            raise RuntimeError(f"{self.lib.edgekv_cuda_last_error().decode()}: {self.lib.emulation_error().decode()}")
+
+
+class EmulatedCache:
+    """One layer's cache, with the interface of edgekv.reference.ReferenceCache."""
+
+    def __init__(self, library: Emulated, params: Mapping, inv_freq=(), block: np.ndarray | None = None):
+        self.library, self.params = library, layout.complete(params)
+        self.packed = ctypes.create_string_buffer(layout.pack_params(self.params))
+        self.inv_freq = np.asarray(inv_freq, np.float32)
+        self.block = aligned(layout.state_bytes(self.params))
+        self.block[:] = layout.new_state(self.params).block if block is None else block
+
+    @property
+    def view(self) -> layout.StateView:
+        return layout.StateView(self.params, self.block)
+
+    def attend(self, q, k, v, position, *, cos=None, sin=None, heads_first=False, half=False) -> np.ndarray:
+        """As the oracle; q, k, v are handed over as [heads, T, dim] with heads_first, and as float16 with half."""
+        p, kind = self.params, np.float16 if half else np.float32
+        keep = []  # arrays the structure points into
+
+        def rows(x):
+            x = np.ascontiguousarray(x.transpose(1, 0, 2) if heads_first else x, kind)
+            keep.append(x)
+            _, second, dim = x.shape
+            strides = (dim, second * dim) if heads_first else (second * dim, dim)
+            return _Rows(x.ctypes.data, *strides)
+
+        def table(x):
+            if x is None:
+                return None
+            keep.append(np.ascontiguousarray(x, kind))
+            return keep[-1].ctypes.data
+
+        y = np.full((len(q), p["q_heads"], p["value_dim"]), 7, kind)
+        where = np.array([position], np.int64)
+        workspace = aligned(self.library.lib.edgekv_cuda_step_workspace(self.packed, len(q)))
+        width = 0 if cos is None else cos.shape[-1]
+        step = _Step(
+            rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, where.ctypes.data, y.ctypes.data
+        )
+        self.library.check(
+            self.library.lib.edgekv_cuda_step(
+                self.packed, c_void_p(self.block.ctypes.data), ctypes.byref(step), c_void_p(workspace.ctypes.data), None
+            )
+        )
+        return y
+
+    def compact(self, position: int, rank_base: int | None = None) -> None:
+        workspace = aligned(self.library.lib.edgekv_cuda_compact_workspace(self.packed))
+        frequencies = self.inv_freq.ctypes.data if self.inv_freq.size else None
+        self.library.check(
+            self.library.lib.edgekv_cuda_compact(
+                self.packed,
+                c_void_p(frequencies),
+                c_void_p(self.block.ctypes.data),
+                c_longlong(position),
+                c_longlong(position if rank_base is None else rank_base),
+                c_void_p(workspace.ctypes.data),
+                None,
+            )
+        )

@@ -1,0 +1,15 @@
+import pytest
+from emulated import Emulated
+
+
+@pytest.fixture(scope="session")
+def library() -> Emulated:
+    return Emulated()
+
+
+@pytest.fixture
+def emulated(library) -> Emulated:
+    """The emulated kernels in their plainest order, with every barrier in place."""
+    library.order(0)
+    library.drop("")
+    return library

@@ -1,0 +1,80 @@
+"""Every barrier of the CUDA kernels is needed, and its loss is noticed: each is taken away in turn, and the kernels are run in
+the emulation's orders until one gives another result. A barrier that nobody misses would either be a waste of time on the
+device or a gap in the tests."""
+
+import numpy as np
+import pytest
+from cache_cases import INV_FREQ, Runner, Text, make_params
+from emulated import EmulatedCache
+
+ORDERS = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), *[(3, seed) for seed in range(4)]]
+
+
+def attend_work(library):
+    """Rows side by side and walking, several splits, several tiles each; stages per tile that do and do not divide the ring."""
+    results = []
+    for value_dim in (72, 40):
+        params = make_params("window", 272, 32, "fp16", sinks=4, q_heads=3, kv_heads=1, key_dim=72, value_dim=value_dim)
+        text = Text(params, 352)
+        runner = Runner(params)
+        runner.feed(text, 320)
+        for rows in (2, 20):
+            cache = EmulatedCache(library, params, (), runner.cache.state.block)
+            part = slice(320, 320 + rows)
+            results += [cache.attend(text.q[part], text.k[part], text.v[part], 320), cache.block]
+    return results
+
+
+def compact_work(library):
+    """Heavy-hitter compactions with turned keys and several groups of moved tokens; in the second, many tokens tie."""
+    params = make_params(
+        "heavy", 288, 32, "fp16", "cache", sinks=4, window=16, observe=20, key_dim=72, value_dim=40, rotary_dim=6, q_heads=2, kv_heads=1
+    )
+    results = []
+    for ties in (False, True):
+        text = Text(params, 384)
+        runner = Runner(params)
+        runner.feed(text, 352)
+        runner.speculate(text, 32)
+        state = runner.cache.state
+        if ties:
+            state.tail_q[:] = 0
+            state.body_score[:] = np.random.default_rng(2).choice([0.0, 2.0, 50.0], state.body_score.shape, p=[0.4, 0.3, 0.3])
+        cache = EmulatedCache(library, params, INV_FREQ, state.block)
+        cache.compact(384, 288)
+        results.append(cache.block)
+    return results
+
+
+WORK = {"attend.cuh": attend_work, "observe.cuh": compact_work, "choose.cuh": compact_work, "move.cuh": compact_work}
+
+
+def differs(library, work, good) -> bool:
+    try:
+        return any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(work(library), good))
+    except RuntimeError:
+        return True
+
+
+@pytest.mark.parametrize("file", WORK)
+def test_each_barrier_is_needed(emulated, file):
+    work = WORK[file]
+    good = work(emulated)
+    places = [p for p in emulated.sites() if p.startswith(file)]
+    assert places, "the kernels wait nowhere: the test looks at the wrong file"
+    for order in ORDERS:
+        emulated.order(*order)
+        assert not differs(emulated, work, good), f"the result depends on the order {order}"
+    missed = []
+    for place in places:
+        emulated.drop(place)
+        caught = False
+        for order in ORDERS:
+            emulated.order(*order)
+            if differs(emulated, work, good):
+                caught = True
+                break
+        if not caught:
+            missed.append(place)
+    emulated.drop("")
+    assert not missed, f"nobody misses these barriers: {missed}"
