@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekv.errors import NativeError
+from edgekv.errors import CacheFullError, NativeError
 
 LIBRARY = Path(__file__).resolve().parent / "_native" / "libedgekv.so"
 
@@ -40,6 +40,7 @@ class LayerParams(ctypes.Structure):
         super().__init__(**({a["name"]: a["default"] for a in SCHEMA["attributes"]} | fields))
 
 
+_FULL = 2  # edgekv_compact: a cache that keeps everything has no room
 _PARAMS, _FLOATS = POINTER(LayerParams), POINTER(c_float)
 for _name, _result, _arguments in (
     ("edgekv_last_error", c_char_p, []),
@@ -55,6 +56,7 @@ for _name, _result, _arguments in (
         c_int,
         [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _FLOATS, c_int],
     ),
+    ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
     ("edgekv_state_hash", c_uint64, [_PARAMS, c_void_p, c_int64, c_int64]),
 ):
     _function = getattr(_lib, _name)
@@ -180,3 +182,30 @@ def attend(
         )
     )
     return y
+
+
+def compact(
+    params: LayerParams,
+    state: np.ndarray,
+    position: int,
+    rank_base: int | None = None,
+    inv_freq: np.ndarray | None = None,
+    threads: int = 1,
+) -> None:
+    """Move the whole tail into the body by the keep rule; `position` is the boundary just reached.
+
+    rank_base is the rotary position of the next token: `position` (the default) with original positions, with positions = cache
+    min(position, largest body of any layer). inv_freq float32 [rotary_dim/2] is needed for positions = cache. Raises
+    CacheFullError when a cache that keeps everything has no room; a state that is refused has not changed.
+    """
+    failed = _lib.edgekv_compact(
+        params,
+        _floats("inv_freq", inv_freq, (params.rotary_dim // 2,)),
+        *_state(state),
+        position,
+        position if rank_base is None else rank_base,
+        threads,
+    )
+    if failed == _FULL:
+        raise CacheFullError(_lib.edgekv_last_error().decode())
+    _refuse_if(failed)

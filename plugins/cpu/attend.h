@@ -105,9 +105,9 @@ struct RowState {
   float& highest() const { return at[width + 16]; }
 };
 
-// Scores of R rows against V blocks of 16 keys. keys [V][dim][16], queries [dim][R], out [R][kTile].
+// Scores of R rows against V blocks of 16 keys. keys [V][dim][16], queries [dim][R], out R rows of `stride`.
 template <class E, int R, int V>
-inline void score_blocks(const E* keys, int dim, const float* queries, float* out) {
+inline void score_blocks(const E* keys, int dim, const float* queries, float* out, int64_t stride) {
   Vec sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = zero();
@@ -120,18 +120,18 @@ inline void score_blocks(const E* keys, int dim, const float* queries, float* ou
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(out + r * kTile + v * kLanes, sum[r][v]);
+    for (int v = 0; v < V; ++v) store(out + r * stride + v * kLanes, sum[r][v]);
 }
 
 template <class E, int R, int V>
-inline void score_tile(const E* keys, int blocks, int dim, const float* queries, float* out) {
+inline void score_tile(const E* keys, int blocks, int dim, const float* queries, float* out, int64_t stride) {
   while (blocks >= V) {
-    score_blocks<E, R, V>(keys, dim, queries, out);
+    score_blocks<E, R, V>(keys, dim, queries, out, stride);
     keys += int64_t(V) * dim * kLanes;
     out += V * kLanes;
     blocks -= V;
   }
-  if constexpr (V > 1) score_tile<E, R, V / 2>(keys, blocks, dim, queries, out);
+  if constexpr (V > 1) score_tile<E, R, V / 2>(keys, blocks, dim, queries, out, stride);
 }
 
 // Turns the scores of one row into weights, in place, and rescales what the row has summed so far. The row sees the slots
@@ -247,7 +247,7 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
   alignas(64) float scores[R * kTile];
   const int first = begin / kLanes, last = (end + kLanes - 1) / kLanes;
   score_tile<E, R, vectors_for(R)>(tile.keys + int64_t(first) * tile.key_dim * kLanes, last - first, tile.key_dim, queries,
-                                   scores + first * kLanes);
+                                   scores + first * kLanes, kTile);
   for (int r = 0; r < R; ++r) {
     if (limit[r] > 0) {
       soften({partial + int64_t(r) * stride, width}, scores + r * kTile, first, last, lo[r], limit[r], tile.softcap);

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include "cpu/compaction.h"
 #include "cpu/dispatch.h"
 #include "cpu/error.h"
 #include "cpu/schema.h"
@@ -54,4 +55,11 @@ EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const fl
                          cos, sin, table_columns};
   Threads own(threads);
   return attend_step(p, in, state, bytes, y, own);
+}
+
+// inv_freq [rotary_dim / 2] or null. Returns 2 when a cache that keeps everything is full.
+EDGEKV_API int edgekv_compact(const LayerParams* params, const float* inv_freq, void* state, int64_t bytes, int64_t position,
+                              int64_t rank_base, int threads) {
+  Threads own(threads);
+  return compact_state(*params, inv_freq, state, bytes, position, rank_base, own);
 }

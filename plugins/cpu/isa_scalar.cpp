@@ -3,11 +3,12 @@
 #include "cpu/vecmath.h"
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/attend.h"
+#include "cpu/compact.h"
 
 namespace edgekv {
 
 const Kernels& kernels_scalar() {
-  static const Kernels table = {"scalar", kRowBlock, prepare, attend, merge, finish};
+  static const Kernels table = {"scalar", kRowBlock, prepare, attend, merge, finish, observe, move};
   return table;
 }
 

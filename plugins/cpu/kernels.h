@@ -46,15 +46,24 @@ struct Step {
 static inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
 static inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
 
-// A compaction of one layer; see compaction.h.
+// One compaction of one layer. Candidates are the body's tokens and then the tail's, in order of position; candidate i goes to
+// body slot j <= i.
 struct Compaction {
   LayerParams params;
   StateView state;
-  int group, body_count, tail_count, new_count;
-  int64_t tail_base, old_rank_base, new_rank_base, tail_rank_base;
-  const float* inv_freq;  // [rotary_dim / 2], or null
-  Loaded* loaded;
+  int group;
+  int body_count, tail_count, new_count;
+  int64_t tail_base;
+  // Rotary positions that the key of candidate i moves by when it goes to slot j: turn + j - i. Column (move - least_turn) of the
+  // tables [rotary_dim / 2][turns] holds the cosines and sines of that move. cos is null when keys stay as they are.
+  int64_t turn, least_turn;
+  int turns;
+  const float *cos, *sin;
+  uint64_t *read, *written;  // traffic in bytes, added to by several threads
 };
+
+// Floats of working memory that observe() needs per kv head.
+static inline int64_t padded_candidates(const Compaction& c) { return (c.body_count + 15) / 16 * 16 + c.tail_count; }
 
 // One instruction set.
 struct Kernels {
@@ -69,6 +78,11 @@ struct Kernels {
   void (*merge)(int count, int value_dim, float* sum, const float* part);
   // Divides by the sums and writes rows [first, first + count) of a kv head to y.
   void (*finish)(const Step&, int head, int first, int count, const float* sum);
+  // Adds to each candidate of a kv head the attention it gets from the observed queries and the number of them that see it.
+  // work has row_block * (padded_candidates + key_dim) floats.
+  void (*observe)(const Compaction&, int head, float* score, float* seen, float* work);
+  // Moves the kept candidates (ascending, new_count of them) to the body slots 0, 1, ...: keys, values and positions.
+  void (*move)(const Compaction&, int head, const int32_t* kept);
 };
 
 const Kernels& kernels_scalar();
