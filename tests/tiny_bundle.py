@@ -137,7 +137,7 @@ def _graph(params, inv_freq, rng, attention, follows):
             "BoundedCacheAttention", [q, k, v, "position", f"state.{i}", cos, sin], [f"y{i}", f"state.{i}.out"], "edgekv",
             inv_freq=[float(f) for f in inv_freq], plugin_namespace="", plugin_version="1", **attributes,
         )  # fmt: skip
-        out = rng.normal(0, attention, (p["q_heads"] * p["value_dim"], VOCAB)).astype(np.float32)
+        out = rng.normal(0, 0.03 * attention, (p["q_heads"] * p["value_dim"], VOCAB)).astype(np.float32)
         x = node("Add", [x, node("MatMul", [y, constant(f"wo{i}", out)], f"o{i}")], f"x{i + 1}")
     table = rng.normal(0, 1, (VOCAB, VOCAB)).astype(np.float32) if not follows else np.zeros((VOCAB, VOCAB), np.float32)
     for token, following in follows.items():

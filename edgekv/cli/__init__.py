@@ -6,6 +6,7 @@ Files are imported only when their command is asked for, so that `edgekv run` ne
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 from typing import Any
@@ -36,6 +37,13 @@ class LazyGroup(click.Group):
             extra = "pip install 'edgekv[export]'" if cmd_name == "export" else "pip install --force-reinstall edgekv"
             raise UserError(f"`edgekv {cmd_name}` needs the Python package {error.name!r}: {extra}.") from None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output (head, less) has left: no error of ours, and nobody to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
+            return None
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             result = super().main(*args, **{**kwargs, "standalone_mode": False})
@@ -47,9 +55,6 @@ class LazyGroup(click.Group):
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except BrokenPipeError:  # the reader of our output (head, less) has left; that is no error of ours
-            sys.stderr.close()
-            code = 0
         except UserError as error:
             click.echo(f"edgekv: {error}", err=True)
             code = 2

@@ -69,7 +69,14 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._before)
 
 
-def show_prefill(fed: int, total: int) -> None:
-    """Counts prompt tokens on standard error, one line that is wiped at the end."""
-    sys.stderr.write(f"\rreading the prompt: {fed} of {total} tokens" if fed < total else "\r\033[K")
-    sys.stderr.flush()
+class PrefillProgress:
+    """Counts prompt tokens on standard error while a prompt of several blocks is read, and wipes the line at the end."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, fed: int, total: int) -> None:
+        if fed < total or self._shown:
+            sys.stderr.write(f"\rreading the prompt: {fed} of {total} tokens" if fed < total else "\r\033[K")
+            sys.stderr.flush()
+        self._shown = fed < total

@@ -130,7 +130,7 @@ class _Run:
             "max_tokens": options.max_tokens,
             "stop_strings": options.stop,
             "end_tokens": () if options.ignore_eos else self.bundle.model["eos_token_ids"],
-            "progress": None if silent else _common.show_prefill,
+            "progress": None if silent else _common.PrefillProgress(),
         }
 
     def show(self, pieces: Iterator[str]) -> None:

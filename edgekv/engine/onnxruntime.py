@@ -47,7 +47,7 @@ def session_options(threads: int) -> ort.SessionOptions:
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors come back as exceptions; printing them too would break the one sentence
     # the int8 path of MatMulNBits: activations are quantised per block of 32, which the exporter's parity gate has judged
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
@@ -74,7 +74,8 @@ class OnnxRuntimeEngine:
         self.max_rows = max_rows
         self.vocab = bundle.model["vocab"]
         self._params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
-        self._inv_freq = [np.asarray(bundle.inv_freq(index), np.float32) for index in range(len(bundle.layers))]
+        tables = [np.asarray(bundle.inv_freq(index), np.float32) for index in range(len(bundle.layers))]
+        self._inv_freq = [table if table.size else None for table in tables]
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(params.body_slots for params in self._params)
         self.capacity = self._capacity()
@@ -169,7 +170,7 @@ class OnnxRuntimeEngine:
             if params.keep == layout.KEEPS["full"] and position > params.body_slots:
                 raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
         for params, inv_freq, state in zip(self._params, self._inv_freq, self._states, strict=True):
-            native.compact(params, inv_freq, state, position, rank, self.threads)
+            native.compact(params, state, position, rank, inv_freq, self.threads)
         self._tail_base = position
         self._shift[0] = position - rank
 

@@ -61,9 +61,8 @@ class Conversation:
         yield from generate(self.session, self.sampler, self.tokenizer, tokens[kept:], answer, **options)
         answer.prompt_tokens = len(tokens)
         self.messages.append({"role": "assistant", "content": answer.text})
-        if answer.exact:
-            self._tokens = tokens + answer.tokens
-            self._text = text + answer.text
+        count, length = answer.settled()
+        self._tokens, self._text = tokens + answer.tokens[:count], text + answer.text[:length]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,18 @@ class Answer:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compaction_seconds: float = 0.0
+    lengths: list[int] = field(default_factory=list, repr=False)  # of the text after each token, stop strings not yet cut off
+
+    def settled(self) -> tuple[int, int]:
+        """The longest beginning of the tokens that a beginning of the text stands for exactly: their number, its length."""
+        if self.exact:
+            return len(self.tokens), len(self.text)
+        within = bisect.bisect_right(self.lengths, len(self.text))
+        if within == 0:
+            return 0, 0
+        # a token that completed nothing may be half a character: go back to the one that brought the text to this length
+        length = self.lengths[within - 1]
+        return bisect.bisect_left(self.lengths, length) + 1, length
 
 
 def check_prompt(session: Session, count: int) -> None:
@@ -109,7 +122,9 @@ def generate(
             answer.finish_reason = "eos"
         else:
             answer.tokens.append(token)
-            piece, answer.stop_string = stops.add(detokeniser.add(token))
+            piece = detokeniser.add(token)
+            answer.lengths.append((answer.lengths[-1] if answer.lengths else 0) + len(piece))
+            piece, answer.stop_string = stops.add(piece)
             if answer.stop_string is not None:
                 answer.finish_reason = "stop"
         if answer.finish_reason and answer.finish_reason != "stop":

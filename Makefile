@@ -1,0 +1,58 @@
+# make demo       sets everything up, exports a real model and runs it inside a fixed KV budget
+# make test       sets everything up and runs the tests (under 15 minutes on two cores)
+# make test-slow  the long checks as well
+# make soak       100,000 tokens in one run: memory flat to the byte, speed flat
+#
+# Needs Linux, Python 3.10 to 3.12 with venv, g++ and a network. Everything lands in .venv, .cache and bundles; every step can be
+# interrupted and repeated.
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+GGUF   := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+DEMO   := bundles/smollm2-demo
+SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '*.def' -o -name '*.cuh' -o -name setup.py 2>/dev/null)
+
+.PHONY: demo test test-slow soak setup clean
+.DELETE_ON_ERROR:
+
+demo: $(DEMO)/manifest.json
+	$(BIN)/edgekv inspect $(DEMO)
+	@echo
+	$(BIN)/edgekv run $(DEMO) --prompt-file docs/cache.md --max-tokens 128
+
+test: setup $(GGUF)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: setup $(GGUF)
+	$(BIN)/python -m pytest -q
+
+soak: $(DEMO)/manifest.json
+	$(BIN)/python tools/soak.py $(DEMO)
+
+setup: $(VENV)/.installed $(VENV)/.built
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+	  || { echo "edgekv needs Python 3.10 to 3.12; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml
+	$(BIN)/python tools/install_torch.py $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[export,test]'
+	@touch $@
+
+# The editable install above has built the library once; this keeps it up to date with its sources.
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(GGUF): | $(VENV)/.installed
+	$(BIN)/python tools/fetch_smollm2.py $(dir $@) >/dev/null
+
+$(DEMO)/manifest.json: $(GGUF) | setup
+	$(BIN)/edgekv export $(GGUF) -o $(DEMO) --force --weights int4 --keep window --positions cache --kv-budget 8MiB
+	@touch $@
+
+clean:
+	rm -rf build bundles .cache edgekv/_native edgekv.egg-info $(VENV)
