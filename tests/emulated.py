@@ -61,6 +61,7 @@ class _Step(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("table", c_int),
+        ("table_half", c_int),
         ("position", c_void_p),
         ("y", c_void_p),
     ]
@@ -115,8 +116,8 @@ class EmulatedCache:
     def view(self) -> layout.StateView:
         return layout.StateView(self.params, self.block)
 
-    def attend(self, q, k, v, position, *, cos=None, sin=None, heads_first=False, half=False) -> np.ndarray:
-        """As the oracle; q, k, v are handed over as [heads, T, dim] with heads_first, and as float16 with half."""
+    def attend(self, q, k, v, position, *, cos=None, sin=None, heads_first=False, half=False, half_table=False) -> np.ndarray:
+        """As the oracle; q, k, v are handed over as [heads, T, dim] with heads_first, and as float16 with half; cos and sin with half_table."""
         p, kind = self.params, np.float16 if half else np.float32
         keep = []  # arrays the structure points into
 
@@ -130,7 +131,7 @@ class EmulatedCache:
         def table(x):
             if x is None:
                 return None
-            keep.append(np.ascontiguousarray(x, kind))
+            keep.append(np.ascontiguousarray(x, np.float16 if half_table else np.float32))
             return keep[-1].ctypes.data
 
         y = np.full((len(q), p["q_heads"], p["value_dim"]), 7, kind)
@@ -138,7 +139,7 @@ class EmulatedCache:
         workspace = aligned(self.library.lib.edgekv_cuda_step_workspace(self.packed, len(q)))
         width = 0 if cos is None else cos.shape[-1]
         step = _Step(
-            rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, where.ctypes.data, y.ctypes.data
+            rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, int(half_table), where.ctypes.data, y.ctypes.data
         )
         self.library.check(
             self.library.lib.edgekv_cuda_step(

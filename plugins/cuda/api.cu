@@ -56,9 +56,11 @@ int edgekv_cuda_step(const edgekv::LayerParams* p, void* state, const EdgekvStep
   s.cos = step->cos;
   s.sin = step->sin;
   s.table = step->table;
+  s.table_half = step->table_half;
   s.position = step->position;
   s.rows = step->rows;
   s.y = step->y;
+  s.row_block = edgekv::cuda::rows_per_warp(*p, s.rows) * edgekv::cuda::kWarps;
   s.split = edgekv::cuda::split_slots(*p);
   s.part = static_cast<float*>(workspace);
   if (p->element == edgekv::kFloat16) edgekv::cuda::launch_step<__half>(s, static_cast<cudaStream_t>(stream));

@@ -11,11 +11,12 @@ struct EdgekvRows {
 
 struct EdgekvStep {
   EdgekvRows q, k, v;
-  int half;                   // activations (q, k, v, cos, sin, y) are float16 instead of float32
+  int half;                   // q, k, v and y are float16 instead of float32
   int rows;                   // T
   const void* cos;            // [T, table], with fused_rotary
   const void* sin;
   int table;
+  int table_half;             // cos and sin are float16
   const long long* position;  // one int64 in device memory
   void* y;                    // [T, q_heads * value_dim]
 };

@@ -6,17 +6,21 @@
 namespace edgekv {
 namespace cuda {
 
-// The cache is read once per step, whatever T is: what is filled, and the rows just written.
+// What this step's kernels load and store. Every tile of row_block query rows reads the cache once; keys come in blocks of 16.
 EDGEKV_DEVICE void count_step(const Step& s, const Tail& tail) {
   const LayerParams& p = s.layer.p;
   const uint64_t element = p.element == kFloat16 ? 2 : 4, heads = p.kv_heads, kept = tail.body, newest = tail.committed + s.rows;
+  const uint64_t passes = (uint64_t(s.rows) * (p.q_heads / p.kv_heads) + s.row_block - 1) / s.row_block * heads;
+  const auto blocks = [](uint64_t slots) { return (slots + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES; };
+  const int first_observed = p.tail_slots - p.observe > tail.committed ? p.tail_slots - p.observe : tail.committed;
+  const uint64_t observed = p.keep == kKeepHeavy && int(newest) > first_observed ? newest - first_observed : 0;
   uint64_t* t = header(s.layer)->traffic;
-  t[kReadBodyKeys] += heads * kept * p.key_dim * element;
-  t[kReadBodyValues] += heads * kept * p.value_dim * element;
-  t[kReadTailKeys] += heads * newest * p.key_dim * element;
-  t[kReadTailValues] += heads * newest * p.value_dim * element;
-  t[kReadBodyMeta] += heads * kept * 4;
-  t[kWriteTail] += heads * s.rows * (p.key_dim + p.value_dim) * element;
+  t[kReadBodyKeys] += passes * blocks(kept) * p.key_dim * element;
+  t[kReadBodyValues] += passes * kept * p.value_dim * element;
+  t[kReadTailKeys] += passes * blocks(newest) * p.key_dim * element;
+  t[kReadTailValues] += passes * newest * p.value_dim * element;
+  t[kReadBodyMeta] += passes * kept * 4;
+  t[kWriteTail] += (heads * s.rows * (p.key_dim + p.value_dim) + observed * p.q_heads * p.key_dim) * element;
   t[kTrafficSteps] += 1;
 }
 
@@ -35,7 +39,7 @@ __global__ void append_rows(const Step s) {
     for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x))
       k[key_offset(h, slot, d, p.tail_slots, p.key_dim)] = from_float<Elem>(load_rotated(s, s.k, t, h, d));
     for (int d = int(threadIdx.x); d < p.value_dim; d += int(blockDim.x))
-      v[d] = from_float<Elem>(load_activation(s, s.v.data, t * s.v.row + h * s.v.head + d));
+      v[d] = from_float<Elem>(load_number(s.half, s.v.data, t * s.v.row + h * s.v.head + d));
     return;
   }
   const int observed = slot - (p.tail_slots - p.observe);

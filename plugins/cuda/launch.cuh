@@ -47,12 +47,18 @@ void launch_attend(const Step& s, cudaStream_t stream) {
   EDGEKV_LAUNCH(kernel, dim3(Walk ? 1 : all_splits(p), p.kv_heads, row_tiles * value_tiles), dim3(kThreads), bytes, stream, s);
 }
 
+// Query rows per warp: as few as hold all rows that share a kv head, at most 4.
+inline int rows_per_warp(const LayerParams& p, int rows) {
+  const int all = rows * (p.q_heads / p.kv_heads);
+  return walks(p, rows) || all > 2 * kWarps ? 4 : all > kWarps ? 2 : 1;
+}
+
 template <typename Elem, int ValueChunks>
 void launch_attend_rows(const Step& s, cudaStream_t stream) {
-  const int rows = s.rows * (s.layer.p.q_heads / s.layer.p.kv_heads);
+  const int per_warp = s.row_block / kWarps;
   if (walks(s.layer.p, s.rows)) launch_attend<Elem, 4, ValueChunks, true>(s, stream);
-  else if (rows <= kWarps) launch_attend<Elem, 1, ValueChunks, false>(s, stream);
-  else if (rows <= 2 * kWarps) launch_attend<Elem, 2, ValueChunks, false>(s, stream);
+  else if (per_warp == 1) launch_attend<Elem, 1, ValueChunks, false>(s, stream);
+  else if (per_warp == 2) launch_attend<Elem, 2, ValueChunks, false>(s, stream);
   else launch_attend<Elem, 4, ValueChunks, false>(s, stream);
 }
 

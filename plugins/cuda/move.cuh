@@ -45,11 +45,13 @@ __global__ void __launch_bounds__(kMoveThreads) move_tokens(const Compaction c) 
   const Elem* rows = plane<Elem>(c.layer, keys ? c.layer.at.tail_k : c.layer.at.tail_v);
   const long long old_base = header(c.layer)->rank_base - tail.body, new_base = c.rank_base - count;  // ranks of slot 0
   const int turn_of_staying = int(new_base - old_base);
+  int moved = 0;
 
   for (int base = 0; base < count; base += kTile) {
     const int last = base + kTile < count ? base + kTile - 1 : count - 1;
     // Sources ascend, so this group stays where it is when its last token does, and no key needs turning.
     if (source[last] == last && last < tail.body && !(turns && turn_of_staying != 0)) continue;
+    moved += last + 1 - base;
     float first[kMoveItems], second[kMoveItems];
 #pragma unroll
     for (int i = 0; i < kMoveItems; ++i) {
@@ -89,6 +91,13 @@ __global__ void __launch_bounds__(kMoveThreads) move_tokens(const Compaction c) 
       if (unit.second >= 0) body[key_offset(kv_head, token, unit.second, p.body_slots, p.key_dim)] = from_float<Elem>(second[i]);
     }
   }
+  if (threadIdx.x != 0) return;
+  int numbers = 0;  // per token, in this block's units
+  for (int u = first_unit; u < first_unit + kMoveUnits && u < units; ++u) numbers += keys && key_unit(p, u).second >= 0 ? 2 : 1;
+  const unsigned long long bytes = (unsigned long long)moved * numbers * sizeof(Elem);
+  auto* traffic = reinterpret_cast<unsigned long long*>(header(c.layer)->traffic);
+  atomicAdd(&traffic[kCompactRead], bytes);
+  atomicAdd(&traffic[kCompactWrite], bytes);
 }
 
 // Positions and scores. Grid (kv_heads), kMoveThreads threads.
@@ -119,6 +128,9 @@ __global__ void commit_compaction(const Compaction c) {
   if (!tail.ok || threadIdx.x != 0) return;
   const int count = kept_of(p, tail.body);
   StateHeader* h = header(c.layer);
+  // Scoring reads all keys twice for every batch of query rows; moving was counted where it happened.
+  const uint64_t batches = (c.query_rows + kObserveRowsPerWarp * kWarps - 1) / (kObserveRowsPerWarp * kWarps);
+  h->traffic[kCompactRead] += 2 * batches * p.kv_heads * (uint64_t(tail.body) + p.tail_slots) * p.key_dim * (p.element == kFloat16 ? 2 : 4);
   h->evicted += tail.body + p.tail_slots - count;
   h->body_count = count;
   h->tail_base = c.position;

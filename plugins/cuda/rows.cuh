@@ -15,19 +15,21 @@ struct Rows {
 struct Step {
   Layer layer;
   Rows q, k, v;
-  int half;                   // activations are float16 instead of float32
+  int half;                   // q, k, v and y are float16 instead of float32
   const void* cos;            // [T, table], with fused_rotary only; the first rotary_dim / 2 columns are used
   const void* sin;
   int table;                  // columns of cos and sin
+  int table_half;             // cos and sin are float16 instead of float32
   const long long* position;  // committed tokens before the step, in device memory
   int rows;                   // T
   void* y;                    // [T, q_heads * value_dim]
+  int row_block;              // query rows of one block of the attention kernel
   int split;                  // slots per split (launch.cuh), a multiple of the tile
   float* part;                // [splits][T * q_heads][value_dim + 2]: weighted values, then maximum and sum of the softmax
 };
 
-EDGEKV_DEVICE float load_activation(const Step& s, const void* data, long long at) {
-  return s.half ? to_float(static_cast<const __half*>(data)[at]) : static_cast<const float*>(data)[at];
+EDGEKV_DEVICE float load_number(int half, const void* data, long long at) {
+  return half ? to_float(static_cast<const __half*>(data)[at]) : static_cast<const float*>(data)[at];
 }
 EDGEKV_DEVICE void store_activation(const Step& s, void* data, long long at, float v) {
   if (s.half) static_cast<__half*>(data)[at] = from_float<__half>(v);
@@ -39,16 +41,16 @@ EDGEKV_DEVICE void store_activation(const Step& s, void* data, long long at, flo
 EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int d) {
   const long long at = t * x.row + h * x.head;
   const LayerParams& p = s.layer.p;
-  const float own = load_activation(s, x.data, at + d);
+  const float own = load_number(s.half, x.data, at + d);
   if (!p.fused_rotary || d >= p.rotary_dim) return own;
   const int half = p.rotary_dim / 2;
   const int pair = p.rotary_interleaved ? d / 2 : d % half;
   const bool second = p.rotary_interleaved ? d & 1 : d >= half;
   const int distance = p.rotary_interleaved ? 1 : half;
-  const float other = load_activation(s, x.data, at + (second ? d - distance : d + distance));
+  const float other = load_number(s.half, x.data, at + (second ? d - distance : d + distance));
   const long long angle = (long long)t * s.table + pair;
-  const float product = __fmul_rn(other, load_activation(s, s.sin, angle));
-  return fmaf(own, load_activation(s, s.cos, angle), second ? product : -product);
+  const float product = __fmul_rn(other, load_number(s.table_half, s.sin, angle));
+  return fmaf(own, load_number(s.table_half, s.cos, angle), second ? product : -product);
 }
 
 }  // namespace cuda

@@ -9,7 +9,7 @@ from emulated import EmulatedCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgekv import layout
+from edgekv import layout, native
 from edgekv.reference import ReferenceCache
 from edgekv.reference.rotary import rotate
 
@@ -98,6 +98,8 @@ def test_fused_rotation_equals_rotating_before(emulated):
             y = cache.attend(text.q[:9], text.k[:9], text.v[:9], 0, cos=cos, sin=sin)
             np.testing.assert_allclose(y, want, atol=2e-6)
             np.testing.assert_allclose(layout.read_keys(cache.view.tail_k, 0, 9), k.transpose(1, 0, 2), atol=1e-6)
+            y = cache.attend(text.q[:9], text.k[:9], text.v[:9], 0, cos=cos, sin=sin, half_table=True)
+            np.testing.assert_allclose(y, want, atol=5e-3)
 
 
 def test_float16_activations(emulated):
@@ -155,12 +157,37 @@ def test_bad_parameters_are_refused_with_a_sentence(emulated, change, sentence):
         attend(cache, text, 0, 2)
 
 
-def test_traffic_counts_what_a_step_must_read_and_write(emulated):
-    params = make_params("window", 64, 32, "fp16", sinks=4)
+def test_traffic_counts_what_a_step_reads_and_writes(emulated):
+    params = make_params("heavy", 64, 32, "fp16", sinks=4, observe=27)
     _, cache, text = prepared(emulated, params, 100)
-    cache.view.header["traffic"][:] = 0
-    attend(cache, text, 100, 3)
-    traffic = dict(zip(layout.TRAFFIC, cache.view.header["traffic"].tolist()))
-    assert traffic["read_body_keys"] == 2 * 64 * 8 * 2 and traffic["read_body_values"] == 2 * 64 * 6 * 2
-    assert traffic["read_tail_keys"] == 2 * 7 * 8 * 2 and traffic["read_tail_values"] == 2 * 7 * 6 * 2
-    assert traffic["write_tail"] == 2 * 3 * (8 + 6) * 2 and traffic["steps"] == 1
+    for rows, passes in ((3, 1), (20, 3)):  # 6 and 40 query rows per kv head, in tiles of 8 and 16
+        cache.view.header["traffic"][:] = 0
+        attend(cache, text, 100, rows)
+        traffic = dict(zip(layout.TRAFFIC, cache.view.header["traffic"].tolist()))
+        newest, observed = 4 + rows, rows - 1  # 4 committed tail rows; queries are kept from tail slot 5 on
+        assert traffic["read_body_keys"] == passes * 2 * 64 * 8 * 2 and traffic["read_body_values"] == passes * 2 * 64 * 6 * 2
+        assert traffic["read_tail_keys"] == passes * 2 * -(-newest // 16) * 16 * 8 * 2
+        assert traffic["read_tail_values"] == passes * 2 * newest * 6 * 2
+        assert traffic["write_tail"] == (2 * rows * (8 + 6) + observed * 4 * 8) * 2 and traffic["steps"] == 1
+
+
+def test_the_cpu_kernels_agree(emulated):
+    """The plugin and the ONNX Runtime op are two implementations of one op: same state, same answers."""
+    params = make_params("heavy", 64, 32, "fp16", "cache", sinks=4, window=16, observe=27, rotary_dim=6, fused_rotary=1)
+    text, cpu = Text(params, 200), native.LayerParams(**params)
+    state, cache = native.new_state(cpu), EmulatedCache(emulated, params, INV_FREQ)
+    np.testing.assert_array_equal(cache.block, state)
+    for start in range(0, 192, 8):
+        part, where = slice(start, start + 8), np.arange(start, start + 8)
+        angle = (where[:, None] * np.asarray(INV_FREQ)).astype(np.float32)
+        tables = {"cos": np.cos(angle), "sin": np.sin(angle)}
+        want = native.attend(cpu, text.q[part], text.k[part], text.v[part], start, state, **tables)
+        np.testing.assert_allclose(cache.attend(text.q[part], text.k[part], text.v[part], start, **tables), want, atol=2e-3)
+        if (start + 8) % 32 == 0:
+            rank = min(start + 8, 64)
+            native.compact(cpu, state, start + 8, rank, np.asarray(INV_FREQ, np.float32))
+            cache.compact(start + 8, rank)
+            view = layout.StateView(params, state)
+            np.testing.assert_array_equal(cache.view.body_pos, view.body_pos)
+            np.testing.assert_allclose(cache.view.body_score, view.body_score, atol=2e-3)
+            assert bytes(cache.block[: layout.COMMITTED_HEADER_BYTES]) == bytes(state[: layout.COMMITTED_HEADER_BYTES])
