@@ -1,0 +1,179 @@
+"""How long a draft should be: fixed, or chosen from measured acceptance and measured step times.
+
+With a value of time of `rate` tokens per second (what decoding achieves at present, never less than plain decoding), drafting
+further is worth it while the tokens expected from it exceed rate x the seconds it costs. That is the rule that maximises tokens
+per second in the long run (Dinkelbach's method for ratios). Expected tokens come from the acceptance measured for each grade of
+certainty that the drafter tells, so drafts are long where the text is easy and short where it is not, and speculation is off where
+it does not pay. While it is off, single rounds are tried again as often as a small budget allows; a round that turns out to pay
+uses up none of it, so speculation comes back as fast as the text gets easier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from edgekv.generation.costs import Duration, StepCosts
+from edgekv.generation.drafters import Drafter
+
+MAX_GAMMA = 16  # most tokens of one draft
+_PRIOR_WEIGHT = 3.0  # tokens that a drafter's own guess of acceptance counts for
+_FORGET = 0.985  # weight of older samples of a grade, per sample
+_EXPECT = 0.1  # share of a new observation in what is expected of places not looked at yet
+_LOOK_AHEAD = 4  # places that are considered beyond the next decision
+_FREE = 0.01  # laws that cost less than so many tokens are always computed
+_PLAIN_FIRST = 2  # plain steps before the first draft
+_HORIZON = 64.0  # tokens over which the achieved rate is averaged
+_TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
+_TRIAL_START = 4.0  # tokens that they may lose at the start
+_TRIAL_MOST = 16.0  # tokens that may be saved up for trials
+
+
+class FixedLength:
+    """`gamma` tokens in every round, as far as the boundary and the drafter allow."""
+
+    def __init__(self, gamma: int):
+        self.gamma = gamma
+        self._left = 0
+
+    def start(self, room: int) -> None:
+        self._left = min(self.gamma, room)
+
+    def wants_law(self) -> bool:
+        return self._left > 0
+
+    def wants_token(self, grade: int) -> bool:
+        self._left -= 1
+        return True
+
+    def finish(self, grades: Sequence[int], accepted: int, seconds: float) -> None:
+        pass
+
+
+class AdaptiveLength:
+    """Chooses the length of every round; `Length` of edgekv.generation.drafters, with a start and a finish around it.
+
+    drafter  its grades and what it expects of them
+    most     longest draft
+    clock    seconds, monotonic
+    """
+
+    def __init__(self, drafter: Drafter, most: int = MAX_GAMMA, clock: Callable[[], float] = time.perf_counter):
+        self.most = most
+        self.steps = StepCosts(most + 1)
+        self.first_law, self.next_law = Duration(), Duration()
+        self._clock = clock
+        self._priors = [drafter.prior(grade) for grade in range(drafter.grades)]
+        self._tries, self._hits = [0.0] * drafter.grades, [0.0] * drafter.grades
+        # Accepted tokens, and how many the priors had promised: a draft that is bad in some grades is bad in all.
+        self._kept = self._promised = _PRIOR_WEIGHT
+        self._first = sum(self._priors) / drafter.grades  # acceptance expected of a first place, before its grade is known
+        self._after = list(self._priors)  # of the place behind an accepted one, by the grade of that one
+        self._tokens = self._seconds = 0.0  # decayed, for the rate
+        self._allowance = _TRIAL_START  # tokens that trials may lose
+        self.start(0)
+
+    # ---- what is known
+
+    def acceptance(self, grade: int) -> float:
+        """Share of drafted tokens of this grade that are accepted, given that all before them were."""
+        prior = min(self._priors[grade] * self._kept / self._promised, 0.99)
+        return (self._hits[grade] + _PRIOR_WEIGHT * prior) / (self._tries[grade] + _PRIOR_WEIGHT)
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second without drafts, 0 while unknown."""
+        seconds = self.steps.seconds[1]
+        return 1.0 / seconds if seconds > 0 else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that decoding achieves."""
+        achieved = self._tokens / self._seconds if self._seconds > 0 else 0.0
+        return max(achieved, self.plain_rate)
+
+    # ---- one round
+
+    def start(self, room: int) -> None:
+        """Begins a round of at most `room` drafted tokens."""
+        # the first steps of all measure plain decoding, against which everything is judged
+        self._room = min(room, self.most) if self.steps.samples(1) >= _PLAIN_FIRST else 0
+        self._count = self._grade = 0
+        self._reach = 1.0  # probability that all tokens drafted so far are accepted
+        self._law_started = self._law_seconds = 0.0
+        self._in_law = self._trial = False
+
+    def wants_law(self) -> bool:
+        if self._count >= self._room:
+            return False
+        cost = (self.next_law if self._count else self.first_law).seconds
+        wanted = cost * self.rate < _FREE or self._pays(self._gain(None))
+        if wanted:
+            self._law_started, self._in_law = self._clock(), True
+        return wanted
+
+    def wants_token(self, grade: int) -> bool:
+        self._law_done()
+        acceptance, last = self.acceptance(grade), self._grade
+        if self._count == 0:
+            self._first += _EXPECT * (acceptance - self._first)
+        else:
+            self._after[last] += _EXPECT * (acceptance - self._after[last])
+        self._grade = grade
+        if not self._pays(self._gain(acceptance)):
+            return False
+        self._count += 1
+        self._reach *= acceptance
+        return True
+
+    def finish(self, grades: Sequence[int], accepted: int, seconds: float) -> None:
+        """Ends the round: grades of the drafted tokens, how many were accepted, and the time of everything in the round."""
+        if self._in_law:  # the drafter had nothing to propose
+            self._law_done()
+        for place, grade in enumerate(grades[: accepted + 1]):
+            hit = float(place < accepted)
+            self._kept = (self._kept - _PRIOR_WEIGHT) * _FORGET + _PRIOR_WEIGHT + hit
+            self._promised = (self._promised - _PRIOR_WEIGHT) * _FORGET + _PRIOR_WEIGHT + self._priors[grade]
+            self._tries[grade] = self._tries[grade] * _FORGET + 1.0
+            self._hits[grade] = self._hits[grade] * _FORGET + hit
+        self.steps.record(1 + len(grades), seconds - self._law_seconds)
+        emitted = accepted + 1
+        decay = 0.5 ** (emitted / _HORIZON)
+        self._tokens = self._tokens * decay + emitted
+        self._seconds = self._seconds * decay + seconds
+        loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
+        self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, _TRIAL_MOST)
+
+    # ---- parts
+
+    def _law_done(self) -> None:
+        seconds = self._clock() - self._law_started
+        (self.next_law if self._count else self.first_law).record(seconds)
+        self._law_seconds += seconds
+        self._in_law = False
+
+    def _gain(self, acceptance: float | None) -> float:
+        """Largest expected gain, in tokens, of drafting one or more further tokens.
+
+        acceptance  of the next one when its law is known; None: it still has to be paid for
+        """
+        rate, steps, count = self.rate, self.steps.seconds, self._count
+        law = rate * self.next_law.seconds
+        spent = 0.0 if acceptance is not None else law if count else rate * self.first_law.seconds
+        after = self._after[self._grade] if count or acceptance is not None else self._first
+        reach, gained, best = self._reach, 0.0, -float("inf")
+        for place in range(count, min(count + _LOOK_AHEAD, self._room)):
+            reach *= after if acceptance is None or place > count else acceptance
+            gained += reach
+            best = max(best, gained - spent - rate * (steps[place + 2] - steps[count + 1]))
+            spent += law
+        return best
+
+    def _pays(self, gain: float) -> bool:
+        """Whether to draft on: because a gain is expected, or as a trial whose expected loss the allowance covers."""
+        if gain > 0.0:
+            return True
+        if self._count == 0 and -gain < self._allowance:
+            self._trial = True
+            return True
+        return False

@@ -1,0 +1,76 @@
+"""Drafts by looking the end of the text up in the text itself (prompt look-up): no weights, no cache, no memory.
+
+Good where the answer repeats the prompt: edits, summaries, quotations, code. The text is searched afresh each time, which takes
+microseconds for thousands of tokens, so nothing grows with a conversation.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from edgekv.generation.drafters import Draft, Length
+from edgekv.generation.sampling import Sampler
+
+LONGEST = 12  # tokens of the end that are compared; a longer match is not a better one
+_SEARCHED = 1 << 17  # newest tokens that are searched
+_NEAREST = 256  # most recent occurrences of the last token that are compared further
+
+
+def look_up(text: np.ndarray) -> tuple[int, int]:
+    """Where the end of `text` [n] occurred before: (index behind the best earlier occurrence, tokens that match), or (n, 0).
+
+    The longest match wins, up to LONGEST tokens, then the most recent one.
+    """
+    n = text.size
+    if n < 2:
+        return n, 0
+    ends = np.flatnonzero(text[: n - 1] == text[n - 1])[-_NEAREST:]
+    if ends.size == 0:
+        return n, 0
+    length = 1
+    while length < LONGEST:
+        longer = ends[ends >= length]
+        longer = longer[text[longer - length] == text[n - 1 - length]]
+        if longer.size == 0:
+            break
+        ends, length = longer, length + 1
+    return int(ends[-1]) + 1, length
+
+
+class NgramDrafter:
+    """Proposes what followed the longest earlier occurrence of the last tokens.
+
+    Grades are the number of tokens that matched, counting drafted ones: the longer the match, the likelier the next token.
+    """
+
+    name = "ngram"
+    grades = LONGEST
+    arena_bytes = 0
+    weight_bytes = 0
+    steps = 0
+
+    def prior(self, grade: int) -> float:
+        return 0.3 + 0.05 * grade
+
+    def follow(self, tokens: array) -> None:
+        pass
+
+    def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
+        text = np.append(np.frombuffer(tokens, np.int32)[-_SEARCHED:], np.int32(pending))
+        source, matched = look_up(text)
+        drafted: list[int] = []
+        grades: list[int] = []
+        while matched and length.wants_law():
+            grade = min(matched + len(drafted), LONGEST) - 1
+            if not length.wants_token(grade):
+                break
+            # a match that reaches the end of the text goes on into what was drafted: the text repeats itself
+            drafted.append(int(text[source]) if source < text.size else drafted[source - text.size])
+            grades.append(grade)
+            source += 1
+        return Draft(drafted, [None] * len(drafted), grades)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,79 @@
+"""A world with a virtual clock in which drafts have known costs and a known law of acceptance, to judge length controllers.
+
+The text has spells: in each, a place is easy or hard, and the drafter's grade tells which of the two only partly.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass
+class World:
+    """Costs in seconds; `rows[k]` is a step of k rows. `accept[g]` is the true acceptance of grade g, `mix` how often each occurs.
+
+    stay  probability that a place has the grade of the one before
+    """
+
+    rows: list[float]
+    first_law: float
+    next_law: float
+    accept: list[float]
+    mix: list[float]
+    stay: float = 0.5
+    noise: float = 0.05
+    guess: tuple[float, float] = (0.35, 0.06)
+
+    name = "simulated"
+
+    @property
+    def grades(self) -> int:
+        return len(self.accept)
+
+    def prior(self, grade: int) -> float:
+        return self.guess[0] + self.guess[1] * grade
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundary: int = 256) -> float:
+    """Generates so many tokens; returns the seconds it took."""
+    rng = random.Random(seed)
+    start, made, grade = clock.now, 0, 0
+    upcoming: list[int] = []  # grades of the places ahead: properties of the text, not of who asks
+
+    def spend(seconds):
+        clock.now += seconds * rng.lognormvariate(0, world.noise)
+
+    def grade_at(place):
+        nonlocal grade
+        while len(upcoming) <= place:
+            if rng.random() > world.stay:
+                grade = rng.choices(range(world.grades), world.mix)[0]
+            upcoming.append(grade)
+        return upcoming[place]
+
+    while made < tokens:
+        began, grades = clock.now, []
+        length.start(boundary - made % boundary - 1)
+        while length.wants_law():
+            spend(world.next_law if grades else world.first_law)
+            if not length.wants_token(grade_at(len(grades))):
+                break
+            grades.append(grade_at(len(grades)))
+        spend(world.rows[1 + len(grades)])
+        accepted = 0
+        while accepted < len(grades) and rng.random() < world.accept[grades[accepted]]:
+            accepted += 1
+        length.finish(grades, accepted, clock.now - began)
+        grade_at(accepted)
+        del upcoming[: accepted + 1]
+        made += accepted + 1
+    return (clock.now - start) * tokens / made
