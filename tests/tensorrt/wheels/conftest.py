@@ -1,0 +1,29 @@
+"""Tests that need NVIDIA's wheels and headers (`make test-tensorrt` fetches them); without the wheels they are not collected."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+WHEELS = ROOT / "build" / "tensorrt-wheels"
+sys.path.insert(0, str(ROOT / "tools"))
+
+if not WHEELS.exists():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def headers() -> Path:
+    from build_plugin import tensorrt_headers
+
+    return tensorrt_headers()
+
+
+@pytest.fixture(scope="session")
+def plugin(headers) -> Path:
+    """The real plugin library for two architectures, built once per state of its sources."""
+    import build_plugin
+    from plugin_build import cached_build
+
+    return cached_build("plugin", lambda out: build_plugin.compile_command(headers, ["87", "110"], out, []))
