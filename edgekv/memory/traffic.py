@@ -1,0 +1,124 @@
+"""Bytes that a layer's attention steps and compactions move, by formula: what the kernels' own counters must equal to the byte.
+
+A step of T rows at `position` attends to the body and to the tail slots up to its own rows. Query rows that share a kv head are
+handled in passes of up to ROWS_PER_PASS[isa]; a pass loads each tile of 128 slots once, keys in blocks of 16 tokens, values slot
+by slot, from the first to the last slot that one of its rows may see. A decode step is one pass: every visible byte once.
+
+A compaction reads and writes each kept token that changes its place or its rotation; with keep = heavy the observed queries pass
+over all keys once per register block to update the scores.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from edgekv import layout
+
+TILE = 128
+ROWS_PER_PASS = {"scalar": 32, "avx2": 48, "avx512": 96, "neon": 48}
+
+
+def committed(params: Mapping, position: int) -> tuple[int, int]:
+    """(tail_base, body_count) of a state with `position` committed tokens that was fed from the start of the text."""
+    tail_base = position // params["tail_slots"] * params["tail_slots"]
+    if position == tail_base and params["keep"] == layout.KEEPS["full"] and tail_base > params["body_slots"]:
+        tail_base -= params["tail_slots"]  # a full cache's last interval stays in the tail
+    return tail_base, min(tail_base, params["body_slots"])
+
+
+def kept_positions(params: Mapping, position: int) -> list[int] | None:
+    """Positions in the body, ascending, of keep rules that do not depend on the text (full, window); None for heavy."""
+    tail_base, count = committed(params, position)
+    if params["keep"] == layout.KEEPS["heavy"] and tail_base > count:
+        return None
+    sinks = min(params["sinks"], count) if tail_base > count else 0
+    return [*range(sinks), *range(tail_base - (count - sinks), tail_base)]
+
+
+def step_traffic(
+    params: Mapping,
+    position: int,
+    rows: int = 1,
+    isa: str = "avx2",
+    kept: Sequence[Sequence[int]] | None = None,
+    hidden: tuple[int, int] = (0, 0),
+) -> dict[str, int]:
+    """Bytes by name of layout.TRAFFIC of one attention step of one layer.
+
+    kept: positions in the body per kv head, needed only for keep = heavy on a layer with a sliding window smaller than its
+    body, where what is visible depends on the text; default: the positions that full and window keep. hidden: body slots that
+    the step leaves out (drafting with a part of the cache), as in the state's header.
+    """
+    tail_base, count = committed(params, position)
+    group, window = params["q_heads"] // params["kv_heads"], params["sliding_window"]
+    element = layout.element_bytes(params)
+    first_tail = position - tail_base
+    total = dict.fromkeys(layout.TRAFFIC, 0) | {"steps": 1}
+    known = kept_positions(params, position)
+    parts = [(0, hidden[0]), (hidden[1], count)] if hidden[0] < hidden[1] else [(0, count)]
+    for head in range(params["kv_heads"]):
+        body = kept[head] if kept is not None else known
+        if body is None and window:
+            raise ValueError("what a heavy cache shows through a sliding window depends on the text: pass the kept positions")
+        for first in range(0, rows * group, ROWS_PER_PASS[isa]):
+            tokens = range(first // group, (min(first + ROWS_PER_PASS[isa], rows * group) - 1) // group + 1)
+            oldest = [position + t - window if window else -1 for t in tokens]
+            low = min(bisect_right(body, o) for o in oldest) if window else 0
+            tail_low = max(0, min(oldest) - tail_base + 1) if window else 0
+            seen = {"body": [_tiles(begin, end, low) for begin, end in parts]}
+            seen["tail"] = [_tiles(0, first_tail + tokens[-1] + 1, tail_low)]
+            for plane, tiles in seen.items():
+                total[f"read_{plane}_keys"] += sum(blocks for blocks, _ in tiles) * layout.LANES * params["key_dim"] * element
+                total[f"read_{plane}_values"] += sum(slots for _, slots in tiles) * params["value_dim"] * element
+    observed = 0
+    if params["keep"] == layout.KEEPS["heavy"]:
+        observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))
+    numbers = rows * params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + observed * params["q_heads"] * params["key_dim"]
+    total["write_tail"] = numbers * element
+    return total
+
+
+def _tiles(begin: int, end: int, low: int) -> tuple[int, int]:
+    """Key blocks of 16 and value slots loaded of slots [begin, end), in tiles from `begin` on, to see those from `low` on."""
+    blocks = slots = 0
+    for at in range(begin, end, TILE):
+        size = min(end - at, TILE)
+        skipped = max(low - at, 0)
+        if skipped < size:
+            blocks += (size + layout.LANES - 1) // layout.LANES - skipped // layout.LANES
+            slots += size - skipped
+    return blocks, slots
+
+
+def compaction_traffic(
+    params: Mapping, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], position: int, turn: int = 0, isa: str = "avx2"
+) -> tuple[int, int]:
+    """(bytes read, bytes written) by the compaction of one layer at `position`.
+
+    before, after: positions in the body per kv head, ascending. turn: by how many rotary positions a token that keeps its slot
+    is re-rotated: (new rank base - new count) - (old rank base - old count); 0 with original positions.
+    """
+    element = layout.element_bytes(params)
+    tail_base = position - params["tail_slots"]
+    rotates = params["positions"] == layout.POSITIONS["cache"] and params["rotary_dim"] > 0
+    moved = 0
+    for old, new in zip(before, after, strict=True):
+        slot_of = {p: i for i, p in enumerate(old)}
+        source = [slot_of[p] if p < tail_base else len(old) + p - tail_base for p in new]  # index among body, then tail
+        for first in range(0, len(new), layout.LANES):
+            lanes = range(first, min(first + layout.LANES, len(new)))
+            turned = rotates and any(turn + i - source[i] for i in lanes)
+            if turned or any(source[i] != i or source[i] >= len(old) for i in lanes):
+                moved += len(lanes) * params["key_dim"] * element
+        moved_values = sum(source[i] != i or source[i] >= len(old) for i in range(len(new)))
+        moved += moved_values * (params["value_dim"] * element + 4)
+    read = written = moved
+    if params["keep"] == layout.KEEPS["heavy"]:
+        count, heads = len(before[0]), params["kv_heads"]
+        row_block = ROWS_PER_PASS[isa] // 8
+        passes = -(-params["observe"] * (params["q_heads"] // heads) // row_block)
+        padded = -(-count // layout.LANES) * layout.LANES + params["tail_slots"]
+        read += passes * heads * padded * params["key_dim"] * element + heads * count * 8
+        written += heads * len(after[0]) * 8
+    return read, written
