@@ -71,8 +71,9 @@ HEADER = np.dtype(
         ("rank_base", "<i8"),
         ("evicted", "<i8"),
         ("body_count", "<i4"),
-        ("reserved0", "<i4"),
-        ("reserved1", "u1", (80,)),
+        ("hidden_from", "<i4"),
+        ("hidden_to", "<i4"),
+        ("reserved1", "u1", (76,)),
         ("traffic", "<u8", (16,)),
     ]
 )

@@ -93,6 +93,7 @@ class ReferenceCache:
             n = self.count + first + row + 1
             query = q[row].astype(np.float32).reshape(p["kv_heads"], -1, p["key_dim"])
             seen = visible(where[:, :n], position + row, p["sliding_window"])
+            seen[:, int(state.header["hidden_from"]) : int(state.header["hidden_to"])] = False
             weights = softmax_row(query, keys[:, :n], seen, p["scale"], p["softcap"])
             y[row] = np.matmul(weights, values[:, :n]).reshape(p["q_heads"], p["value_dim"])
         return y

@@ -39,17 +39,20 @@ struct Split {
   int begin, end;
 };
 
-// The body's splits, then the tail's. They follow from the slots alone, so a row meets the same ones whatever comes with it.
+// The body's splits, before and behind what is hidden of it, then the tail's. They follow from the slots alone, so a row meets the
+// same ones whatever comes with it.
 struct Splits {
-  int body_count, tail_count, body_splits, count;
-  Splits(int body, int tail) : body_count(body), tail_count(tail) {
-    body_splits = (body + kSplit - 1) / kSplit;
-    count = body_splits + (tail + kSplit - 1) / kSplit;
+  int ends[3], begins[3], counts[3], count;  // of the two parts of the body and of the tail
+  Splits(const StateHeader& h, int tail)
+      : ends{h.hidden_from < h.hidden_to ? h.hidden_from : h.body_count, h.body_count, tail}, begins{0, h.hidden_to, 0}, count(0) {
+    if (h.hidden_from == h.hidden_to) begins[1] = ends[1];
+    for (int part = 0; part < 3; ++part) count += counts[part] = (ends[part] - begins[part] + kSplit - 1) / kSplit;
   }
   Split operator[](int i) const {
-    const bool tail = i >= body_splits;
-    const int begin = (tail ? i - body_splits : i) * kSplit;
-    return {tail, begin, std::min(begin + kSplit, tail ? tail_count : body_count)};
+    int part = 0;
+    for (; i >= counts[part]; ++part) i -= counts[part];
+    const int begin = begins[part] + i * kSplit;
+    return {part == 2, begin, std::min(begin + kSplit, ends[part])};
   }
 };
 
@@ -91,7 +94,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.y = y;
   s.loaded = &loaded;
 
-  const Splits splits(s.body_count, s.first_tail + s.rows);
+  const Splits splits(*view.header, s.first_tail + s.rows);
   const int64_t rows = int64_t(s.rows) * s.group;  // per kv head
   const int64_t group_rows = int64_t(kRowBlocks) * kernel.row_block, groups = (rows + group_rows - 1) / group_rows;
   const int64_t stride = partial_stride(params.value_dim), heads = params.kv_heads;

@@ -59,6 +59,10 @@ int check_state(const LayerParams& params, const void* state, int64_t bytes, int
       h.evicted != h.tail_base - h.body_count)
     return fail("the state is damaged: tail_base %" PRId64 ", rank_base %" PRId64 ", evicted %" PRId64 " do not fit together",
                 h.tail_base, h.rank_base, h.evicted);
+  if (h.hidden_from < 0 || h.hidden_to < h.hidden_from || h.hidden_to > h.body_count || h.hidden_from % EDGEKV_LANES ||
+      h.hidden_to % EDGEKV_LANES)
+    return fail("body slots %d to %d cannot be hidden: multiples of %d up to %d are possible", h.hidden_from, h.hidden_to, EDGEKV_LANES,
+                h.body_count);
   if (position < h.tail_base || position - h.tail_base > params.tail_slots || position >= limit)
     return fail("position %" PRId64 " lies outside the tail, which starts at %" PRId64 " and has %d slots", position, h.tail_base,
                 params.tail_slots);

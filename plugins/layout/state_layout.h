@@ -53,8 +53,9 @@ struct StateHeader {
   int64_t rank_base;        // rotary position of tail slot 0 (equals tail_base unless positions = cache)
   int64_t evicted;          // tokens dropped from the body so far, per kv head
   int32_t body_count;       // filled body slots per kv head
-  int32_t reserved0;
-  uint8_t reserved1[80];
+  int32_t hidden_from;      // steps do not attend to body slots hidden_from..hidden_to-1, multiples of 16; equal: nothing is hidden.
+  int32_t hidden_to;        // Set by the runtime while it drafts with a part of the cache, else 0; no kernel writes them
+  uint8_t reserved1[76];
   uint64_t traffic[kTrafficEntries];  // not part of the committed state
 };
 static_assert(sizeof(StateHeader) == 256, "the header is one 256-byte block");
