@@ -46,6 +46,13 @@ class Engine(Protocol):
         """
         ...
 
+    def look(self, window: int | None) -> None:
+        """Until the next call, steps see the first 16 slots of each layer's body, its newest `window` and the tail; None: all.
+
+        Cheaper and less exact steps, for drafting. Must be None again before anything is committed.
+        """
+        ...
+
     def compact(self, position: int) -> None:
         """Moves the tail into the body; `position` is a multiple of `boundary` and becomes the new base of the tail.
 

@@ -91,6 +91,8 @@ class OnnxRuntimeEngine:
         starts = np.cumsum([0] + [-(-layer["bytes"] // ALIGNMENT) * ALIGNMENT for layer in bundle.layers])
         self._states = [self.arena[start : start + layer["bytes"]] for start, layer in zip(starts, bundle.layers, strict=False)]
         self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in self._states]
+        first = layout.HEADER.fields["hidden_from"][1]
+        self._hidden = [state[first : first + 8].view(np.int32) for state in self._states]  # hidden_from, hidden_to
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
@@ -164,6 +166,12 @@ class OnnxRuntimeEngine:
             raise NativeError(f"ONNX Runtime could not run {self.bundle.graph_path}: {error}") from None
         return self._logits[0, :wanted]
 
+    def look(self, window: int | None) -> None:
+        lanes = layout.LANES
+        for header, hidden in zip(self._headers, self._hidden, strict=True):
+            end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
+            hidden[:] = (lanes, end) if end > lanes else 0
+
     def compact(self, position: int) -> None:
         rank = min(position, self._rank_limit) if self._ranked else position
         for params in self._params:
@@ -200,5 +208,5 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         self._bindings.clear()
         self._session = None
-        self._states, self._headers = [], []
+        self._states, self._headers, self._hidden = [], [], []
         self.arena = np.empty(0, np.uint8)
