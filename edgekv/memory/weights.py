@@ -37,12 +37,14 @@ class WeightFormat:
         return sizes
 
 
+# Blocks of 32 columns with one fp32 scale and one zero point each, as export/quantise.py stores them. Vectors stay fp32.
 FORMATS = {
     "fp32": WeightFormat("fp32", 32, 32, 32, 32),
-    "fp16": WeightFormat("fp16", 16, 16, 16),
-    "int8": WeightFormat("int8", 8 + 32 / 32, 8 + 32 / 32, 8 + 32 / 32, 32),
-    "int4": WeightFormat("int4", 4 + 32 / 32, 4 + 32 / 32, 4 + 32 / 32, 32),  # blocks of 32 with one fp32 scale
+    "fp16": WeightFormat("fp16", 16, 16, 16, 32),
+    "int8": WeightFormat("int8", 8 + 40 / 32, 8 + 40 / 32, 8 + 40 / 32, 32),
+    "int4": WeightFormat("int4", 4 + 36 / 32, 4 + 36 / 32, 4 + 36 / 32, 32),
 }
+BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
 
 def weight_format(name: str) -> WeightFormat:

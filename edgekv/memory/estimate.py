@@ -1,0 +1,145 @@
+"""What a decode step moves and how long it takes, for a model, a cache plan and a device: the figures of `edgekv profile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from edgekv.memory.model import ModelShape, rows_per_step_flops
+from edgekv.memory.predictor import PrefillTime, StepTime, prefill_time, step_time
+from edgekv.memory.profiles import Profile
+from edgekv.memory.residency import dram_saving, hit_rate
+from edgekv.memory.traffic import step_traffic
+from edgekv.memory.weights import WeightFormat
+from edgekv.policy import Plan
+
+KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
+
+
+@lru_cache(maxsize=4096)
+def _layer_traffic(items: tuple, position: int) -> dict[str, int]:
+    return step_traffic(dict(items), position)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one decode step, modelled. index: KV bytes scanned to choose tokens; payload: keys and values attended."""
+
+    weights: int
+    kv_index: int
+    kv_payload: int
+    kv_write: int
+    activations: int
+    logits: int
+
+    @property
+    def kv_read(self) -> int:
+        return self.kv_index + self.kv_payload
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_read + self.kv_write + self.activations + self.logits
+
+
+def step_bytes(shape: ModelShape, weights: WeightFormat, cache: Plan, position: int) -> StepBytes:
+    """Bytes of the decode step that follows `position` tokens, from the static formulas."""
+    reads = index = writes = 0
+    for params in cache.layers:
+        shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
+        traffic = _layer_traffic(tuple(sorted(shared.items())), position)
+        index += traffic["read_body_index"]
+        reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
+        writes += traffic["write_tail"]
+    rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
+    stored = shape.bundle.weight_bytes if shape.bundle else None
+    streamed = weights.step_bytes(shape) if stored is None else stored - _looked_up(shape, weights)
+    return StepBytes(streamed, index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
+
+
+def _effective_window(params: dict) -> int:
+    """A heavy cache that is smaller than the model's window hides nothing that its positions could decide."""
+    return 0 if params["keep"] == 2 and params["sliding_window"] >= params["body_slots"] + params["tail_slots"] else params["sliding_window"]
+
+
+def _looked_up(shape: ModelShape, weights: WeightFormat) -> int:
+    owners = weights.by_owner(shape)
+    return owners.get("embedding", 0) + owners.get("positions", 0)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Modelled split of KV reads: `hit` of them from on-chip memory of `capacity` bytes, by the named replacement."""
+
+    replacement: str
+    capacity: int
+    set_aside: int
+    hit: float
+    saving: float
+    sentence: str
+
+
+def residency(profile: Profile, moved: StepBytes, persisting: bool = True) -> Residency:
+    """What stays on chip between steps, and the honest gain. persisting: whether an L2 set-aside may be used where there is one."""
+    capacity, kept, streamed = profile.last_level_bytes, moved.kv_read, moved.weights
+    name = "L2" if profile.data["decode_on"] == "gpu" else "last-level cache"
+    if capacity is None:
+        return Residency("unknown", 0, 0, 0.0, 0.0, f"The size of the {name} is unknown: nothing is counted as on chip.")
+    size = f"{capacity / 2**20:g} MiB {name}"
+    set_aside = profile.persisting_bytes if persisting else 0
+    if set_aside:
+        hit, replacement = hit_rate("persisting", capacity, streamed, kept, set_aside), "persisting"
+        window = f"a persisting window of {set_aside / 2**20:g} MiB in the {size}"
+        fate = "holds the whole KV cache" if kept <= set_aside else f"holds {hit:.0%} of the KV cache"
+        words = f"{window} {fate}"
+    else:
+        replacement = "random" if profile.data["decode_on"] == "gpu" else "lru"
+        hit = hit_rate(replacement, capacity, streamed, kept)
+        if streamed + kept <= capacity:
+            words = f"weights and KV cache together fit the {size}"
+        else:
+            over = (streamed + kept) / capacity
+            words = f"a step touches {over:.3g} times the {size}, so {'next to nothing' if hit < 0.005 else format(hit, '.0%')} of the KV cache survives to the next step"
+    saving = dram_saving(hit, streamed, kept)
+    return Residency(replacement, capacity, set_aside, hit, saving, f"{words}; DRAM reads fall by {saving:.1%} (modelled).")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode step at one depth: bytes, on-chip share and time; all modelled."""
+
+    position: int
+    bytes: StepBytes
+    residency: Residency
+    time: StepTime
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1.0 / self.time.total
+
+    @property
+    def on_chip(self) -> float:
+        """Bytes per token served on chip: KV hits, and activations and logits, which are written and read within the step."""
+        return self.residency.hit * self.bytes.kv_read + self.bytes.activations + self.bytes.logits
+
+    @property
+    def dram(self) -> float:
+        return self.bytes.total - self.on_chip
+
+
+def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, position: int, persisting: bool = True) -> Decode:
+    """The step after `position` tokens. UserError when the profile lacks the bandwidth."""
+    moved = step_bytes(shape, weights, cache, position)
+    stay = residency(profile, moved, persisting)
+    weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
+    from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
+    return Decode(position, moved, stay, step_time(profile, moved.weights * (1.0 - weight_hit), from_dram))
+
+
+def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, tokens: int, chunk: int = 256) -> PrefillTime:
+    """Time to read a prompt of `tokens`, block by block."""
+    chunk = min(chunk, cache.boundary)
+    starts = range(0, tokens, chunk)
+    held = min(cache.capacity, tokens)
+    flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
+    moved = step_bytes(shape, weights, cache, held // 2)
+    return prefill_time(profile, flops, len(starts), moved.weights + moved.kv_read)
