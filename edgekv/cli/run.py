@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from edgekv.cli import _common
+from edgekv.cli._drafting import Drafting, byte_limit
 from edgekv.errors import UserError
 
 
@@ -24,6 +25,7 @@ class Options:
     ignore_eos: bool
     as_json: bool
     quiet: bool
+    compare: bool
 
 
 @click.command()
@@ -41,6 +43,10 @@ class Options:
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the random numbers; default: a new one each time.")
 @click.option("--stop", multiple=True, help="End the answer at this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on when the model ends its answer (for measurements).")
+@click.option("--draft", help="Draft tokens for the model to verify, same text but faster: a bundle, ngram, self or self:WINDOW.")
+@click.option("--gamma", type=click.IntRange(1, 16), help="Tokens per draft; default: as many as pay, none where none do.")
+@click.option("--compare", is_flag=True, help="Generate without drafts first, and report the speed-up.")
+@click.option("--kv-limit", help="Refuse to start when the KV caches of model and draft take more, like 3MiB.")
 @_common.threads_option
 @_common.verify_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -55,6 +61,10 @@ def command(
     seed: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    draft: str | None,
+    gamma: int | None,
+    compare: bool,
+    kv_limit: str | None,
     threads: int | None,
     verify: bool,
     as_json: bool,
@@ -70,6 +80,11 @@ def command(
         raise UserError("--prompt and --prompt-file exclude each other; give one of them.")
     if system is not None and not chat:
         raise UserError("--system belongs to a conversation; add --chat.")
+    if draft is None and (gamma is not None or compare):
+        raise UserError(f"--{'compare' if compare else 'gamma'} belongs to drafting; add --draft.")
+    if compare and chat:
+        raise UserError("--compare runs one prompt twice, which a conversation is not; leave out --chat.")
+    limit = byte_limit(kv_limit)
     if any(not text for text in stop):
         raise UserError("--stop needs a text that is not empty.")
     interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -79,7 +94,7 @@ def command(
         if interactive:
             raise UserError("There is nothing to continue: give --prompt, --prompt-file or text on standard input, or --chat.")
         prompt = _common.read_standard_input()
-    options = Options(max_tokens or None, stop, ignore_eos, as_json, quiet)
+    options = Options(max_tokens or None, stop, ignore_eos, as_json, quiet, compare)
 
     # imported late, so that a wrong option is answered at once
     from edgekv import bundle as bundles
@@ -91,11 +106,15 @@ def command(
     settings = SamplingOptions(**_sampling(opened.manifest.get("generation", {}), sampling))
     runner = _Chat if chat else _Completion
     run = runner(opened, options, prompt, system, interactive)
-    loaded = engine.load(opened, threads)
+    drafting = Drafting(draft, gamma, opened, run.tokenizer, verify, limit)
+    loaded = engine.load(opened, threads, **drafting.engine_options)
     try:
         session = Session(loaded)
+        drafting.start(loaded)
+        run.drafting = drafting
         run(session, Sampler(settings, loaded.vocab, seed))
     finally:
+        drafting.close()
         loaded.close()
 
 
@@ -120,6 +139,8 @@ class _Run:
         self.bundle, self.options, self.prompt, self.system, self.interactive = bundle, options, prompt, system, interactive
         self.tokenizer = load_tokenizer(bundle)
         self.answers: list[Any] = []
+        self.comparison: Any = None
+        self.drafting: Any = None
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end the answer
 
@@ -127,6 +148,7 @@ class _Run:
         options = self.options
         silent = options.quiet or options.as_json or not sys.stderr.isatty()
         return {
+            "decoder": self.drafting.decoder,
             "max_tokens": options.max_tokens,
             "stop_strings": options.stop,
             "end_tokens": () if options.ignore_eos else self.bundle.model["eos_token_ids"],
@@ -149,12 +171,18 @@ class _Run:
 
         if not self.answers:
             return
-        last, report = self.answers[-1], Report.of(session, self.answers)
+        last, report, drafting = self.answers[-1], Report.of(session, self.answers), self.drafting.report()
         if self.options.as_json:
             shown = {**_answer_json(last), "seed": sampler.seed, **more, "report": report.to_json()}
+            if drafting:
+                shown["drafting"] = drafting.to_json()
+            if self.comparison:
+                shown["compare"] = self.comparison.to_json()
             click.echo(json.dumps(shown, ensure_ascii=False))
         elif not self.options.quiet:
-            click.echo("\n" + "\n".join(report.lines(last.finish_reason)), err=True)
+            lines = report.lines(last.finish_reason) + (drafting.lines() if drafting else [])
+            lines += [self.comparison.line()] if self.comparison else []
+            click.echo("\n" + "\n".join(lines), err=True)
 
 
 def _answer_json(answer: Any) -> dict[str, Any]:
@@ -171,7 +199,10 @@ class _Completion(_Run):
     """Continues one text."""
 
     def __call__(self, session: Any, sampler: Any) -> None:
+        from edgekv.generation.decoders import plain
         from edgekv.generation.generate import Answer, generate
+        from edgekv.generation.sampling import Sampler
+        from edgekv.generation.speculation_report import Comparison
 
         tokens = self.tokenizer.encode(self.prompt).ids
         if not tokens and self.bundle.model["bos_token_id"] is not None:
@@ -181,8 +212,15 @@ class _Completion(_Run):
         self.answers = [Answer()]
         with _common.Interrupts() as interrupted:
             options = self.generation_options()
+            if self.options.compare:
+                undrafted, twin = Answer(), Sampler(sampler.options, session.engine.vocab, sampler.seed)
+                for _ in generate(session, twin, self.tokenizer, tokens, undrafted, interrupted=interrupted, **options | {"decoder": plain}):
+                    pass
+                session.reset()
             self.show(generate(session, sampler, self.tokenizer, tokens, self.answers[0], interrupted=interrupted, **options))
         self.end_line()
+        if self.options.compare:
+            self.comparison = Comparison.of(undrafted, self.answers[0], sampler.options.greedy)
         self.finish(session, sampler)
 
 

@@ -75,8 +75,15 @@ class Engine(Protocol):
         ...
 
 
-def load(bundle: Bundle, threads: int | None = None, max_rows: int = 1) -> Engine:
-    """The engine for this bundle: ONNX Runtime on the CPU. `max_rows` sizes the logits buffer, allocated once."""
+def load(
+    bundle: Bundle, threads: int | None = None, max_rows: int = 1, alternating: bool = False, beside: Bundle | None = None
+) -> Engine:
+    """The engine for this bundle: ONNX Runtime on the CPU.
+
+    max_rows     sizes the logits buffer, allocated once
+    alternating  for engines that take turns in one process: the threads of one sleep while the other computes
+    beside       a bundle that will be loaded too: both must fit the memory
+    """
     from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 
-    return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows)
+    return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows, alternating=alternating, beside=beside)

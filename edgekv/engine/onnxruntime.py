@@ -25,25 +25,29 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.0f} MiB"
 
 
-def check_memory(bundle: Bundle, logits_bytes: int) -> None:
+def check_memory(bundle: Bundle, logits_bytes: int, beside: Bundle | None = None) -> None:
     """Raises UserError before anything is allocated when weights, arena and logits exceed the memory that is available.
 
-    Weights count once: ONNX Runtime maps the file, and pages that it repacks can be dropped again.
+    Weights count once: ONNX Runtime maps the file, and pages that it repacks can be dropped again. `beside` is a second bundle.
     """
-    needed = bundle.arena_bytes + bundle.weight_bytes + logits_bytes
-    available = machine.available_memory()
+    bundles = [bundle] if beside is None else [bundle, beside]
+    weights, arenas = sum(b.weight_bytes for b in bundles), sum(b.arena_bytes for b in bundles)
+    needed, available = weights + arenas + logits_bytes, machine.available_memory()
     if needed > available:
+        names = " and ".join(str(b.folder) for b in bundles)
         raise UserError(
-            f"{bundle.folder} needs {_mib(needed)} of memory (weights {_mib(bundle.weight_bytes)}, KV cache "
-            f"{_mib(bundle.arena_bytes)}, logits {_mib(logits_bytes)}) and {_mib(available)} are available; close other programs "
+            f"{names} need{'s' if beside is None else ''} {_mib(needed)} of memory (weights {_mib(weights)}, KV cache "
+            f"{_mib(arenas)}, logits {_mib(logits_bytes)}) and {_mib(available)} are available; close other programs "
             "or export with a smaller --kv-budget or smaller --weights."
         )
 
 
-def session_options(threads: int) -> ort.SessionOptions:
+def session_options(threads: int, alternating: bool = False) -> ort.SessionOptions:
     """Options of every session that edgekv makes, with the native operators registered."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    if alternating:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -60,11 +64,19 @@ class OnnxRuntimeEngine:
 
     threads   of the graph and of compaction; None takes the physical cores this process may use
     max_rows  rows of logits that one step can give
+    alternating, beside: see `edgekv.engine.load`
 
     Raises UserError when memory or threads do not fit, BundleError when the graph and the manifest disagree.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, max_rows: int = 1):
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        max_rows: int = 1,
+        alternating: bool = False,
+        beside: Bundle | None = None,
+    ):
         if threads is not None and not 1 <= threads <= 1024:
             raise UserError("--threads must be between 1 and 1024.")
         self.bundle = bundle
@@ -80,7 +92,7 @@ class OnnxRuntimeEngine:
         self._rank_limit = max(params.body_slots for params in self._params)
         self.capacity = self._capacity()
 
-        check_memory(bundle, max_rows * self.vocab * 4)
+        check_memory(bundle, max_rows * self.vocab * 4, beside)
         try:
             self.arena = native.aligned_bytes(bundle.arena_bytes, ALIGNMENT)
             self._logits = np.empty((1, max_rows, self.vocab), np.float32)
@@ -96,13 +108,13 @@ class OnnxRuntimeEngine:
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
-        self._session: ort.InferenceSession | None = self._load(bundle.graph_path)
+        self._session: ort.InferenceSession | None = self._load(bundle.graph_path, alternating)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self.reset()
 
-    def _load(self, path: Path) -> ort.InferenceSession:
+    def _load(self, path: Path, alternating: bool) -> ort.InferenceSession:
         try:
-            session = ort.InferenceSession(str(path), session_options(self.threads), providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(str(path), session_options(self.threads, alternating), providers=["CPUExecutionProvider"])
         except _ORT_ERRORS as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}") from None

@@ -103,13 +103,13 @@ def generate(
     logits = session.feed(prompt, interrupted, progress)
     answer.prompt_tokens = len(prompt)
     answer.fed = session.position - first
+    produced = decoder(session, sampler, logits) if logits is not None else None  # a drafter reads the prompt here
     answer.prefill_seconds = clock() - start
-    if logits is None:
+    if produced is None:
         answer.finish_reason = "interrupted"
         answer.compaction_seconds = session.compaction_seconds - compacted
         return
 
-    produced = decoder(session, sampler, logits)
     while not answer.finish_reason:
         start, piece = clock(), ""
         if max_tokens is not None and len(answer.tokens) >= max_tokens:

@@ -43,12 +43,15 @@ class LengthControl(Length, Protocol):
 class Tally:
     """What speculation did, summed over rounds; seconds exclude the consumer's time.
 
-    steps      steps of the target after the prompt; emitted tokens come from them
-    lengths    rounds by number of drafted tokens; 0 is a plain step
-    tried      rounds by number of drafted tokens that were judged: all up to the first rejected one
+    steps            steps of the target after the prompt; emitted tokens come from them
+    draft_steps      steps of the drafter's model meanwhile
+    tried            drafted tokens that were judged: all up to the first rejected one of each draft
+    lengths          rounds by number of drafted tokens; 0 is a plain step
+    reading_seconds  of the drafter with prompts
     """
 
     steps: int = 0
+    draft_steps: int = 0
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -96,7 +99,7 @@ class Speculation:
     def _round(self, session: Session, sampler: Sampler, pending: int) -> tuple[list[int], int, int]:
         """Drafts and verifies; returns the block, how many of its drafted tokens stand, and the token behind them."""
         tally, clock = self.tally, time.perf_counter
-        begun = clock()
+        begun, steps = clock(), self.drafter.steps
         self.length.start(min(session.room, session.engine.max_rows) - 1)
         draft = self.drafter.draft(session.tokens, pending, self.length, sampler)
         drafted = clock()
@@ -110,6 +113,7 @@ class Speculation:
         self.length.finish(draft.grades, verdict.accepted, judged - begun)
         count = len(draft.tokens)
         tally.steps += 1
+        tally.draft_steps += self.drafter.steps - steps
         tally.emitted += verdict.accepted + 1
         tally.drafted += count
         tally.accepted += verdict.accepted

@@ -1,0 +1,72 @@
+"""From what a user types behind --draft to a drafter: the list of drafters, and what is checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from edgekv import engine
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.budget import format_bytes
+from edgekv.engine import Engine
+from edgekv.errors import UserError
+from edgekv.generation.drafters import Drafter
+from edgekv.generation.drafters.bundle import BundleDrafter
+from edgekv.generation.drafters.ngram import NgramDrafter
+from edgekv.generation.drafters.self_window import DEFAULT_WINDOW, SelfWindowDrafter
+from edgekv.generation.drafters.vocabulary import first_difference, read_token_ids
+from edgekv.generation.text import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drafter that can be made: its name, its bundle if it has one, and how to make it for the target's engine."""
+
+    name: str
+    bundle: Bundle | None
+    make: Callable[[Engine], Drafter]
+
+
+def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True) -> Choice:
+    """`ngram`, `self`, `self:WINDOW`, or the path of a bundle with the target's tokenizer.
+
+    Raises UserError (BundleError) when there is no such drafter or it does not fit the target.
+    """
+    name, _, value = spec.partition(":")
+    if spec == "ngram":
+        return Choice("ngram", None, lambda loaded: NgramDrafter())
+    if name == "self":
+        window = _window(value) if value else DEFAULT_WINDOW
+        return Choice("self", None, lambda loaded: SelfWindowDrafter(loaded, window))
+    if not Path(spec).exists():
+        raise UserError(f"--draft takes ngram, self, self:WINDOW or the folder of a bundle; there is nothing at {spec}.")
+    draft = open_bundle(spec, verify)
+    difference = first_difference(tokenizer, load_tokenizer(draft))
+    if difference:
+        raise UserError(f"{spec} cannot draft for {target.folder}: {difference}. Use a draft with the same tokenizer, or --draft ngram.")
+    token_ids = read_token_ids(draft, target.model["vocab"])
+    return Choice(
+        str(spec),
+        draft,
+        lambda loaded: BundleDrafter(engine.load(draft, loaded.threads, alternating=True), loaded.vocab, token_ids),
+    )
+
+
+def _window(text: str) -> int:
+    if not text.isdecimal() or not 16 <= int(text) <= 1 << 20:
+        raise UserError(f"--draft self:WINDOW takes a number of tokens from 16 on, not {text!r}.")
+    return int(text)
+
+
+def check_caches(target: Bundle, draft: Bundle | None, limit: int | None) -> None:
+    """Raises UserError when the caches of both bundles together exceed `limit` bytes."""
+    both = target.arena_bytes + (draft.arena_bytes if draft else 0)
+    if limit is not None and both > limit:
+        parts = f" ({format_bytes(target.arena_bytes)} of the target, {format_bytes(draft.arena_bytes)} of the draft)" if draft else ""
+        raise UserError(
+            f"The KV caches take {format_bytes(both)}{parts}, more than the --kv-limit of {format_bytes(limit)}; "
+            "export with a smaller --kv-budget, or draft with --draft ngram, which has no cache."
+        )
