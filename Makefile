@@ -39,10 +39,11 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml
 	$(BIN)/python tools/install_torch.py $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[export,test]'
-	@touch $@
+	@echo "installing edgekv and what it needs into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install -qq --editable '.[export,test]'
+	@touch $@ $(VENV)/.built
 
-# The editable install above has built the library once; this keeps it up to date with its sources.
+# The editable install has built the library; this keeps it up to date with its sources.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
