@@ -97,7 +97,7 @@ inline const char* check_params(const LayerParams& p) {
   if (p.element != kFloat32 && p.element != kFloat16) return "element must be 0 (float32) or 1 (float16)";
   if (p.keep < kKeepFull || p.keep > kKeepHeavy) return "keep must be 0 (full), 1 (window) or 2 (heavy)";
   if (p.sinks < 0 || (p.keep != kKeepFull && p.sinks > p.body_slots)) return "sinks must fit the body";
-  if (p.window < 0 || (p.keep == kKeepHeavy && p.sinks + p.window > p.body_slots)) return "sinks + window must fit the body";
+  if (p.window < 0 || (p.keep == kKeepHeavy && p.window > p.body_slots - p.sinks)) return "sinks + window must fit the body";
   if (p.observe < 0 || p.observe > p.tail_slots) return "observe must be between 0 and tail_slots";
   if (p.sliding_window < 0) return "sliding_window must not be negative";
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
