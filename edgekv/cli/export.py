@@ -1,0 +1,86 @@
+"""`edgekv export`: makes a bundle from a model; needs the extra `edgekv[export]`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from edgekv.errors import UserError
+
+
+@click.command("export", short_help="Make a bundle from a Hugging Face model or a GGUF file.")
+@click.argument("model")
+@click.option("-o", "--output", "target", required=True, type=click.Path(path_type=Path), help="Folder of the new bundle.")
+@click.option("--keep", type=click.Choice(["full", "window", "heavy"]), default="full", show_default=True,
+              help="What stays in the cache: every token; sinks and newest; sinks, newest and most attended.")  # fmt: skip
+@click.option("--kv-budget", help="Size of the cache: bytes (2MiB), tokens (1024tok) or percent of the context (25%).")
+@click.option("--sinks", type=click.IntRange(0), help="First tokens of the text that are never evicted; default 4 (window, heavy).")
+@click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body.")
+@click.option("--observe", type=click.IntRange(0), help="Queries per boundary interval that score tokens (heavy); default 16.")
+@click.option("--score-normalise/--no-score-normalise", default=None,
+              help="Rank tokens by mean attention per query instead of the sum (heavy); default yes.")  # fmt: skip
+@click.option("--score-decay", type=click.FloatRange(0, 1), help="Factor on scores at every boundary (heavy); default 1.")
+@click.option("--positions", type=click.Choice(["original", "cache"]), default="original", show_default=True,
+              help="Rotary position of a key: its place in the text, or its rank in the cache (text without end).")  # fmt: skip
+@click.option("--kv-type", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Numbers of the cache.")
+@click.option("--boundary", type=click.IntRange(16), help="Tokens between two compactions, a multiple of 16; default by budget.")
+@click.option("--chunk", type=click.IntRange(1), help="Most prompt tokens of one step; default the boundary interval, at most 512.")
+@click.option("--weights", type=click.Choice(["fp32", "fp16", "int8", "int4"]), default="int4", show_default=True,
+              help="Format of the weights.")  # fmt: skip
+@click.option("--context", type=click.IntRange(1), help="Positions the bundle may use, at most the model's own.")
+@click.option("--parity/--no-parity", default=True, show_default=True, help="Compare the bundle's logits with the original model's.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
+def command(model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None, chunk: int | None,
+            parity: bool, force: bool, **cache) -> None:  # fmt: skip
+    """Exports MODEL (a Hugging Face directory, a hub id or a .gguf file) to a bundle that runs inside a fixed cache budget."""
+    from edgekv.policy import CachePolicy, parse_budget
+
+    policy = CachePolicy(keep=keep, element=cache.pop("kv_type"), **cache)
+    budget = parse_budget(kv_budget) if kv_budget else None
+    if budget is None and keep != "full":
+        raise UserError(f"--keep {keep} needs --kv-budget, for example --kv-budget 2MiB, 1024tok or 25%.")
+    if chunk is not None and policy.boundary is not None and chunk > policy.boundary:
+        raise UserError(f"--chunk {chunk} is longer than --boundary {policy.boundary}; a block of tokens never crosses a boundary.")
+    _run(model, target, {"policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force})  # fmt: skip
+
+
+def _run(model: str, target: Path, options: dict) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    start = time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=False) as progress:
+        task = progress.add_task("starting", total=None)
+        current = "starting"
+
+        def report(stage: str, done: int | None, total: int | None) -> None:
+            nonlocal task, current
+            if stage != current:
+                progress.update(task, total=1, completed=1)
+                task, current = progress.add_task(stage, total=total), stage
+            progress.update(task, total=total, completed=done or 0)
+
+        from edgekv.export.exporter import Options, export
+
+        made = export(model, target, Options(**options), report)
+        progress.update(task, total=1, completed=1)
+    _summary(console, made, time.monotonic() - start)
+
+
+def _summary(console, made, seconds: float) -> None:
+    from edgekv.budget import format_bytes
+
+    manifest, figures = made.manifest, made.manifest["parity"]
+    console.print(f"{made.folder}: {manifest['weights']['format']} weights, {format_bytes(made.weight_bytes)}, in {seconds:.0f} s", markup=False)
+    console.print(manifest["policy"]["words"], markup=False)
+    if figures:
+        console.print(
+            f"Parity on {figures['tokens']} tokens: logits differ by {figures['mean_difference']:.2g} on average and {figures['max_difference']:.2g} "
+            f"at most, KL {figures['mean_kl']:.2g} nats, likeliest token equal {figures['argmax_agreement']:.1%}, "
+            f"perplexity {figures['perplexity_original']:.2f} -> {figures['perplexity_bundle']:.2f}.",
+            markup=False,
+        )  # fmt: skip

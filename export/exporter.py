@@ -1,0 +1,157 @@
+"""The whole way from a model to a sealed bundle: find, plan, trace, simplify, put in a weight format, write, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgekv import bundle
+from edgekv.bundle import Bundle
+from edgekv.errors import UserError
+from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, trace, write
+from edgekv.export.passes import match
+from edgekv.export.passes.rotary import Rotation
+from edgekv.geometry import LayerGeometry
+from edgekv.policy import Budget, CachePolicy, Plan, format_bytes, plan
+
+DEFAULT_CHUNK = 512
+SPARE_DISK = 64 << 20  # free bytes that are left alone
+
+Report = Callable[[str, int | None, int | None], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `edgekv export` was asked for. context None: the model's own; chunk None: the boundary interval."""
+
+    policy: CachePolicy
+    budget: Budget | None
+    weights: str = "fp16"
+    context: int | None = None
+    chunk: int | None = None
+    check_parity: bool = True
+    force: bool = False
+
+
+def export(model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
+    """Writes a bundle of `model` to `target`; UserError (nothing left behind) when that is not possible.
+
+    report(stage, done, total) is told what is going on; done and total are None while a stage cannot count.
+    """
+    source = load.find(model, lambda text: report(f"loading: {text}", None, None))
+    context = rope.choose_context(source.config, options.context)
+    if options.check_parity:
+        parity.check_memory(source)
+    with bundle.create(target, force=options.force) as partial:
+        report("looking at the layers", None, None)
+        hollow = _build(source)
+        rope.freeze(hollow, source.config, context)
+        geometry = trace.discover(hollow)
+        if options.policy.positions == "original":  # fail early; rotary frequencies are known only after tracing
+            plan(options.policy, geometry, options.budget, context)
+        readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
+
+        report("tracing", None, None)
+        traced = trace.trace(hollow, len(geometry))
+        graph.bind(traced, readers)
+        report("simplifying the graph", None, None)
+        rotations = graph.simplify(traced)
+        geometry = _complete(traced, geometry, rotations)
+        planned = plan(options.policy, geometry, options.budget, context)
+        params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
+        formats.apply(traced, options.weights)
+        graph.set_cache(traced, params, [g.inv_freq for g in geometry])
+        graph.finish(traced)
+
+        _check_disk(partial, write.external_bytes(traced) + len(source.tokenizer), target)
+        write.write(traced, partial, lambda done, total: report("writing weights", done, total))
+        (partial / "tokenizer.json").write_text(source.tokenizer, encoding="utf-8")
+        if source.chat_template:
+            (partial / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
+        manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
+        if options.check_parity:
+            report("comparing with the original model", None, None)
+            files = {p.name: {"bytes": p.stat().st_size} for p in partial.iterdir()}
+            found = parity.check(source, Bundle(partial, {**manifest, "files": files}), _room(planned))
+            manifest["parity"] = found.to_json()
+        report("sealing", None, None)
+        bundle.seal(partial, manifest)
+    return bundle.open_bundle(target, verify=False)
+
+
+def _build(source: load.Source) -> Any:
+    try:
+        model = checkpoint.ghost(source.config)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"transformers cannot build {source.name} ({source.config.model_type}) as a causal language model: {reason}") from None
+    refuse.check_model(model)
+    return model
+
+
+def _complete(traced: Any, geometry: Sequence[LayerGeometry], rotations: dict[int, Rotation]) -> list[LayerGeometry]:
+    """Adds what only the graph tells: rotations, and factors that the model applies to its queries."""
+    factors = {n.attributes["layer"].value: n.attributes["query_factor"].value for n in match.attentions(traced) if "query_factor" in n.attributes}
+    complete = []
+    for index, layer in enumerate(geometry):
+        layer = dataclasses.replace(layer, scale=layer.scale * factors.get(index, 1.0))
+        if (rotation := rotations.get(index)) is not None:
+            layer = dataclasses.replace(
+                layer, rotary_dim=rotation.dim, rotary_interleaved=rotation.interleaved, inv_freq=rotation.inv_freq
+            )
+        complete.append(layer)
+    return complete
+
+
+def _room(planned: Plan) -> int:
+    """Tokens that fit without evicting any: a compaction when the text ends exactly at a boundary needs them all in the body."""
+    return min(max(planned.body_slots), planned.context)
+
+
+def _check_disk(folder: Path, needed: int, target: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed + SPARE_DISK > free:
+        raise UserError(f"{target} needs {format_bytes(needed)} and the disk has {format_bytes(free)} free; choose another disk or smaller --weights.")
+
+
+def _manifest(
+    source: load.Source, model: Any, options: Options, planned: Plan, params: list[dict], geometry: list[LayerGeometry], context: int, folder: Path
+) -> dict[str, Any]:
+    tables: list[list[float]] = []
+    for layer in geometry:
+        if layer.inv_freq and list(layer.inv_freq) not in tables:
+            tables.append(list(layer.inv_freq))
+    head = model.get_output_embeddings()
+    vocab, hidden = head.weight.shape
+    weight_bytes = sum((folder / name).stat().st_size for name in (write.GRAPH, write.DATA) if (folder / name).is_file())
+    return {
+        "model": {
+            "name": source.name,
+            "architecture": source.config.model_type,
+            "layers": len(geometry),
+            "hidden": int(hidden),
+            "vocab": int(vocab),
+            "context": context,
+            "bos_token_id": source.bos_token_id,
+            "eos_token_ids": source.eos_token_ids,
+            "parameters": sum(math.prod(p.shape) for p in model.parameters()),
+        },
+        "graph": {"file": write.GRAPH, "chunk": min(options.chunk or DEFAULT_CHUNK, planned.boundary), "opset": trace.OPSET},
+        "policy": {**planned.policy.to_json(), "budget": str(options.budget) if options.budget else "the model's context", "words": planned.describe()},
+        "layers": [
+            {"params": p, "bytes": size, "inv_freq": tables.index(list(g.inv_freq)) if g.inv_freq else None}
+            for p, size, g in zip(params, planned.state_bytes, geometry, strict=True)
+        ],
+        "inv_freq": tables,
+        "memory": {"arena": planned.arena_bytes, "weights": weight_bytes, "logits": 4 * int(vocab)},
+        "weights": {"format": options.weights, "bytes": weight_bytes},
+        "parity": None,
+        "generation": source.generation,
+    }

@@ -1,0 +1,101 @@
+"""From a traced graph to the one in the bundle: weights bound, constants folded, rules applied, cache parameters filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass, TopologicalSortPass
+from onnxscript import optimizer
+
+from edgekv import layout
+from edgekv.export import weights
+from edgekv.export.checkpoint import Reader
+from edgekv.export.passes import heads, linear, match, rms_norm, rotary, siblings
+
+FOLD_BYTES = 1 << 18  # constants up to this size are folded; larger ones are weights
+
+
+def bind(model: ir.Model, readers: Mapping[str, Reader]) -> None:
+    """Gives hollow initialisers their numbers, read from the checkpoint whenever they are asked for."""
+    for name, value in model.graph.initializers.items():
+        if name in readers:
+            value.const_value = weights.Lazy(readers[name], [int(d) for d in value.shape], name)
+
+
+def clean(model: ir.Model) -> None:
+    """Folds small constants, shares equal expressions, drops what nothing reads."""
+    optimizer.optimize_ir(
+        model,
+        onnx_shape_inference=False,
+        input_size_limit=FOLD_BYTES,
+        output_size_limit=FOLD_BYTES,
+        should_fold=lambda node: False if node.op_type == "Transpose" else None,
+    )
+
+
+def sweep(model: ir.Model) -> None:
+    """Removes nodes and constants that nothing reads."""
+    RemoveUnusedNodesPass()(model)
+
+
+def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rotation]:
+    """Applies the rules that need nothing but standard operators and edgekv's own; returns the rotation of each layer."""
+    clean(model)
+    linear.apply(model)
+    rms_norm.apply(model)
+    sweep(model)
+    rotations = rotary.apply(model) if fuse_rotary else {}
+    sweep(model)
+    heads.apply(model)
+    sweep(model)
+    siblings.apply(model)
+    sweep(model)
+    return rotations
+
+
+def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Sequence[float]]) -> None:
+    """Writes every field of attributes.def, the frequency tables and the state sizes into the graph."""
+    sizes = [layout.state_bytes(p) for p in params]
+    for node in match.attentions(model):
+        index = node.attributes["layer"].value
+        complete = layout.complete(params[index])
+        for name, code, _ in layout.FIELDS:
+            value = complete[name]
+            node.attributes[name] = ir.AttrFloat32(name, float(value)) if code == "f" else ir.AttrInt64(name, int(value))
+        node.attributes.pop("query_factor", None)
+        node.attributes["inv_freq"] = ir.AttrFloat32s("inv_freq", [float(np.float32(f)) for f in inv_freq[index]])
+        node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", "")
+        node.attributes["plugin_version"] = ir.AttrString("plugin_version", "1")
+        node.inputs[4].shape = ir.Shape([sizes[index]])
+        node.outputs[1].shape = ir.Shape([sizes[index]])
+
+
+def finish(model: ir.Model) -> None:
+    """Names the dynamic sizes, drops traces of the exporter, sorts, declares the operator sets."""
+    names = {}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        for size in value.shape:
+            if isinstance(size, ir.SymbolicDim):
+                names.setdefault(str(size), "T" if value.name == "input_ids" else "R")
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = ir.Shape([names.get(str(d), d) if isinstance(d, ir.SymbolicDim) else d for d in value.shape])
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if not value.is_graph_output():
+                value.shape = value.type = None
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    sweep(model)
+    TopologicalSortPass()(model)
+    used = {node.domain for node in model.graph}
+    for domain in list(model.graph.opset_imports):
+        if domain not in used:
+            del model.graph.opset_imports[domain]
+    for domain in used - set(model.graph.opset_imports):
+        model.graph.opset_imports[domain] = 1
+    model.producer_name, model.producer_version = "edgekv", None

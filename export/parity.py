@@ -1,0 +1,176 @@
+"""The parity gate: the bundle and the original model read the same text side by side, and their logits must agree.
+
+The text is no longer than the cache, so that nothing is evicted and a bounded cache must agree as closely as a full one. What
+may differ is the rounding of weights and of stored keys and values; the limits below are loose enough for a sound model in each
+format and far below what a wrong graph gives (argmax agreement near zero, KL of several nats).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from edgekv import machine
+from edgekv.bundle import Bundle
+from edgekv.engine.onnxruntime import OnnxRuntimeEngine
+from edgekv.errors import EdgekvError, UserError
+from edgekv.export.load import Source
+from edgekv.export.parity_text import TEXT
+from edgekv.export.quiet import quiet
+from edgekv.generation.session import Session
+
+MOST_TOKENS = 384
+ROWS = 16  # logits compared at a time, which bounds the memory for large vocabularies
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most that may differ; None: not a reason to fail. Mean KL in nats, agreement as a share of the tokens."""
+
+    max_difference: float | None
+    mean_kl: float
+    argmax_agreement: float
+
+
+# By weight format, and by whether keys and values are stored in half precision.
+LIMITS = {
+    ("fp32", "fp32"): Limits(1e-2, 1e-5, 0.99),
+    ("fp32", "fp16"): Limits(1.0, 1e-3, 0.97),
+    ("fp16", "fp32"): Limits(1.0, 1e-3, 0.97),
+    ("fp16", "fp16"): Limits(1.0, 1e-3, 0.97),
+    ("int8", "fp32"): Limits(None, 0.03, 0.90),
+    ("int8", "fp16"): Limits(None, 0.03, 0.90),
+    ("int4", "fp32"): Limits(None, 0.35, 0.65),
+    ("int4", "fp16"): Limits(None, 0.35, 0.65),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Over `tokens` positions: logit differences, KL(original || bundle) in nats, share of equal argmax, perplexity of both."""
+
+    tokens: int
+    max_difference: float
+    mean_difference: float
+    mean_kl: float
+    max_kl: float
+    argmax_agreement: float
+    perplexity_original: float
+    perplexity_bundle: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def needed_memory(source: Source) -> int:
+    """Bytes of the original model in single precision, and of its checkpoint while it is loaded."""
+    return sum(4 * int(np.prod(source.checkpoint.shape(key))) for key in source.checkpoint.keys())  # noqa: SIM118
+
+
+def check_memory(source: Source) -> None:
+    needed, available = needed_memory(source), machine.available_memory()
+    if needed > available:
+        raise UserError(
+            f"The parity check runs the original model, which needs {needed >> 20:,} MiB of memory and {available >> 20:,} MiB are "
+            "available; use a larger machine, or --no-parity to export without the check."
+        )
+
+
+def tokens_of(source: Source, vocab: int, room: int) -> np.ndarray:
+    """int64 ids of the text, at most `room`."""
+    ids = Tokenizer.from_str(source.tokenizer).encode(TEXT).ids
+    ids = [i for i in ids if i < vocab][: min(room, MOST_TOKENS)]
+    if len(ids) < 2:
+        raise UserError("The model's tokenizer makes no tokens of English text, so parity cannot be checked; use --no-parity.")
+    return np.asarray(ids, np.int64)
+
+
+def original_logits(source: Source, ids: np.ndarray) -> np.ndarray:
+    """float32 [T, vocab] of the model in single precision with transformers' plain attention."""
+    with quiet(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=source.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        ).eval()
+        return model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+
+
+def bundle_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
+    """float32 [T, vocab], the text fed in blocks of several lengths, single tokens among them."""
+    engine = OnnxRuntimeEngine(bundle, max_rows=max(1, min(bundle.chunk, bundle.boundary)))
+    try:
+        session, parts, done = Session(engine), [], 0
+        while done < ids.size:
+            block = ids[done : done + max(1, min(session.room, (1, 5, engine.chunk)[len(parts) % 3]))]
+            parts.append(session.step(block).copy())
+            session.commit(block.size)
+            done += block.size
+        return np.concatenate(parts)
+    finally:
+        engine.close()
+
+
+def compare(original: np.ndarray, ours: np.ndarray, ids: np.ndarray) -> Parity:
+    """Figures over all rows of two float32 [T, vocab]."""
+    largest = total = 0.0
+    kl: list[float] = []
+    loss = np.zeros(2)
+    agree = 0
+    for start in range(0, len(ids), ROWS):
+        a, b = (torch.from_numpy(x[start : start + ROWS]).double() for x in (original, ours))
+        difference = (a - b).abs()
+        largest, total = max(largest, float(difference.max())), total + float(difference.sum())
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum(-1).tolist()
+        agree += int((a.argmax(-1) == b.argmax(-1)).sum())
+        following = torch.from_numpy(ids[start + 1 : start + 1 + ROWS])
+        loss += [float(-x[: len(following)].gather(-1, following[:, None]).sum()) for x in (p, q)]
+    perplexity = np.exp(loss / (len(ids) - 1))
+    return Parity(
+        tokens=len(ids),
+        max_difference=largest,
+        mean_difference=total / original.size,
+        mean_kl=float(np.mean(kl)),
+        max_kl=float(np.max(kl)),
+        argmax_agreement=agree / len(ids),
+        perplexity_original=float(perplexity[0]),
+        perplexity_bundle=float(perplexity[1]),
+    )
+
+
+def judge(found: Parity, limits: Limits) -> None:
+    """Raises UserError when the bundle does not compute what the model computes."""
+    numbers = (found.max_difference, found.mean_kl, found.argmax_agreement)
+    wrong = []
+    if not np.all(np.isfinite(numbers)):
+        wrong.append("its logits are not numbers")
+    if limits.max_difference is not None and found.max_difference > limits.max_difference:
+        wrong.append(f"logits differ by up to {found.max_difference:.3g} (limit {limits.max_difference:g})")
+    if found.mean_kl > limits.mean_kl:
+        wrong.append(f"mean KL is {found.mean_kl:.3g} nats (limit {limits.mean_kl:g})")
+    if found.argmax_agreement < limits.argmax_agreement:
+        wrong.append(f"the likeliest token agrees {found.argmax_agreement:.0%} of the time (limit {limits.argmax_agreement:.0%})")
+    if wrong:
+        raise UserError(
+            f"The exported model does not match the original on {found.tokens} tokens: {'; '.join(wrong)}. "
+            "Use more exact --weights, or report the model; --no-parity exports anyway."
+        )
+
+
+def check(source: Source, bundle: Bundle, room: int) -> Parity:
+    """Runs both and judges; returns the figures."""
+    ids = tokens_of(source, bundle.model["vocab"], room)
+    original = original_logits(source, ids)
+    try:
+        ours = bundle_logits(bundle, ids)
+    except UserError:
+        raise
+    except EdgekvError as error:
+        raise UserError(f"The exported model does not run: {error}") from None
+    found = compare(original, ours, ids)
+    judge(found, LIMITS[bundle.manifest["weights"]["format"], bundle.manifest["policy"]["element"]])
+    return found

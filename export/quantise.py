@@ -1,0 +1,120 @@
+"""Block-wise integer weights: w ~ (q - zero_point) * scale, with one scale and zero point per row and block of 32 columns.
+
+The layout is that of ONNX Runtime's MatMulNBits and GatherBlockQuantized: codes of one row in order of columns, for 4 bits the
+even column in the low half of a byte, blocks padded to the full length; zero points packed likewise, row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BLOCK = 32
+ROWS = 1 << 22  # weights quantised at a time, which bounds the memory of the search
+SHRINK = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # shares of a block's range that are tried
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """codes uint8 [N, blocks, BLOCK * bits / 8], scales float32 [N, blocks], zero_points uint8 [N, ceil(blocks * bits / 8)]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray
+
+
+def blocks_of(columns: int) -> int:
+    return -(-columns // BLOCK)
+
+
+def quantise(weight: np.ndarray, bits: int) -> Blocks:
+    """Quantises float32 [N, K] row by row."""
+    rows, columns = weight.shape
+    step = max(1, ROWS // columns)
+    parts = [_quantise_rows(torch.from_numpy(weight[i : i + step]), bits) for i in range(0, rows, step)]
+    codes, scales, zeros = (torch.cat(p).numpy() for p in zip(*parts, strict=True))
+    count = blocks_of(columns)
+    return Blocks(
+        _pack(codes, bits).reshape(rows, count, BLOCK * bits // 8), scales.reshape(rows, count), _pack(zeros.reshape(rows, count), bits)
+    )
+
+
+def _quantise_rows(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, blocks * BLOCK], scales and zero points [N, blocks], of the range that gives the least squared error per block."""
+    rows, columns = weight.shape
+    count, top = blocks_of(columns), (1 << bits) - 1
+    x = torch.nn.functional.pad(weight, (0, count * BLOCK - columns)).reshape(rows, count, BLOCK)
+    low = x.amin(-1, keepdim=True).clamp(max=0.0)  # zero stays exact: padding and pruned weights
+    high = x.amax(-1, keepdim=True).clamp(min=0.0)
+    best = None
+    for share in SHRINK if bits < 8 else SHRINK[:1]:
+        scale = (high - low) * (share / top)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        zero = torch.round(-low * share / scale).clamp(0, top)
+        codes = torch.round(x / scale + zero).clamp(0, top)
+        error = ((codes - zero) * scale - x).square().sum(-1, keepdim=True)
+        if best is None:
+            best = [error, codes, scale, zero]
+        else:
+            better = error < best[0]
+            best = [torch.where(better, new, old) for new, old in zip((error, codes, scale, zero), best, strict=True)]
+    _, codes, scale, zero = best
+    return codes.to(torch.uint8).reshape(rows, -1), scale.reshape(rows, count), zero.to(torch.uint8).reshape(rows, count)
+
+
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [N, n] numbers below 2^bits -> [N, ceil(n * bits / 8)]."""
+    if bits == 8:
+        return codes
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """Inverse of _pack for `count` numbers per row."""
+    if bits == 8:
+        return packed[:, :count]
+    both = np.stack([packed & 15, packed >> 4], axis=-1)
+    return both.reshape(packed.shape[0], -1)[:, :count]
+
+
+def dequantise(blocks: Blocks, columns: int, bits: int) -> np.ndarray:
+    """float32 [N, columns] that ONNX Runtime computes with."""
+    rows, count = blocks.scales.shape
+    codes = unpack(blocks.codes.reshape(rows, -1), count * BLOCK, bits).reshape(rows, count, BLOCK).astype(np.float32)
+    zeros = unpack(blocks.zero_points, count, bits).astype(np.float32)
+    return ((codes - zeros[..., None]) * blocks.scales[..., None]).reshape(rows, -1)[:, :columns]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A rounded matrix before packing: codes uint8 [N, blocks * BLOCK], scales float32 and zeros uint8 [N, blocks]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bits: int
+
+    def dequantised(self) -> torch.Tensor:
+        """float32 [N, blocks * BLOCK]."""
+        rows, count = self.scales.shape
+        codes = self.codes.reshape(rows, count, BLOCK).float()
+        return ((codes - self.zeros.float()[..., None]) * self.scales[..., None]).reshape(rows, -1)
+
+    def split(self, rows: list[int]) -> list[Rounded]:
+        parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
+        return [Rounded(codes, scales, zeros, self.bits) for codes, scales, zeros in parts]
+
+    def blocks(self) -> Blocks:
+        rows, count = self.scales.shape
+        codes = _pack(self.codes.numpy(), self.bits).reshape(rows, count, BLOCK * self.bits // 8)
+        return Blocks(codes, self.scales.numpy(), _pack(self.zeros.numpy(), self.bits))
+
+
+def join(parts: list[Rounded]) -> Rounded:
+    """Matrices of the same width, one below the other."""
+    codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
+    return Rounded(codes, scales, zeros, parts[0].bits)
