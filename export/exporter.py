@@ -142,6 +142,7 @@ def _manifest(
             "bos_token_id": source.bos_token_id,
             "eos_token_ids": source.eos_token_ids,
             "parameters": sum(math.prod(p.shape) for p in model.parameters()),
+            "tied_embedding": model.get_input_embeddings().weight is head.weight,  # a step reads the table only if it is the output matrix
         },
         "graph": {"file": write.GRAPH, "chunk": min(options.chunk or DEFAULT_CHUNK, planned.boundary), "opset": trace.OPSET},
         "policy": {**planned.policy.to_json(), "budget": str(options.budget) if options.budget else "the model's context", "words": planned.describe()},
