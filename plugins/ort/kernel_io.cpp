@@ -15,18 +15,19 @@ bool succeeded(const Api* api, Status* status) {
   return false;
 }
 
-// Whether the node has an attribute of this name, of whatever type: asking for the right type fails both when it is absent and
-// when it has another type, and only the first is harmless.
-bool present(const Api* api, const KernelInfo* info, const char* name) {
+// Whether the node has an attribute of this name that is a single value, and whether it has any: asking for one type fails both
+// when the attribute is absent and when it has another type, and only the first is harmless.
+bool single(const Api* api, const KernelInfo* info, const char* name) {
   int64_t i;
   float f;
   size_t count = 0;
-  // An absent attribute fails each of these; a size query (null buffer) succeeds for a present one.
-  if (succeeded(api, function<KernelInfoGetInt>(api)(info, name, &i))) return true;
-  if (succeeded(api, function<KernelInfoGetFloat>(api)(info, name, &f))) return true;
-  if (succeeded(api, function<KernelInfoGetString>(api)(info, name, nullptr, &count))) return true;
-  count = 0;
-  return succeeded(api, function<KernelInfoGetFloats>(api)(info, name, nullptr, &count));
+  return succeeded(api, function<KernelInfoGetInt>(api)(info, name, &i)) ||
+         succeeded(api, function<KernelInfoGetFloat>(api)(info, name, &f)) ||
+         succeeded(api, function<KernelInfoGetString>(api)(info, name, nullptr, &count));
+}
+bool present(const Api* api, const KernelInfo* info, const char* name) {
+  size_t count = 0;
+  return single(api, info, name) || succeeded(api, function<KernelInfoGetFloats>(api)(info, name, nullptr, &count));
 }
 
 int read_field(const Api* api, const KernelInfo* info, const char* name, int32_t* field) {
@@ -59,13 +60,13 @@ int read_params(const Api* api, const KernelInfo* info, LayerParams* params, std
 #undef EDGEKV_FLOAT
   if (const char* sentence = check_params(*params)) return fail("%s", sentence);
 
+  // A list of floats asks for its size first; ONNX Runtime takes an attribute of another type for an empty list.
   size_t count = 0;
-  if (succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", nullptr, &count))) {
+  if (single(api, info, "inv_freq")) return fail("attribute inv_freq must be a list of numbers with a decimal point");
+  if (succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", nullptr, &count)) && count > 0) {
     inv_freq->resize(count);
-    if (count > 0 && !succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", inv_freq->data(), &count)))
+    if (!succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", inv_freq->data(), &count)))
       return fail("attribute inv_freq cannot be read");
-  } else if (present(api, info, "inv_freq")) {
-    return fail("attribute inv_freq must be a list of numbers with a decimal point");
   }
   if (!inv_freq->empty() && inv_freq->size() != size_t(params->rotary_dim / 2))
     return fail("attribute inv_freq has %zu numbers and should have rotary_dim / 2 = %d", inv_freq->size(), params->rotary_dim / 2);
