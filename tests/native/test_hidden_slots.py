@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cache_cases import Text, bounded_params, make_params
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_against_oracle import Lockstep
 
@@ -16,6 +16,7 @@ def hide(runner: Lockstep, first: int, end: int) -> None:
 
 
 @given(bounded_params() | st.just(make_params(body=192)) | st.just(make_params(body=1600, tail=16)), st.data())
+@settings(max_examples=25)
 def test_hidden_slots_are_not_attended_and_nothing_else_changes(params, data):
     count = data.draw(st.integers(33, 190)) if params["body_slots"] < 1600 else 1500
     runner, text = Lockstep(params, 2), Text(params, count + 5, 1)
