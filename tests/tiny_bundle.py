@@ -63,9 +63,14 @@ def make(
     template=TEMPLATE,
     generation=None,
     seed=0,
+    tokenizer=None,
+    files=None,
     change=lambda manifest: None,
 ):
-    """Writes a bundle to `folder` and returns it. `kept` body slots per layer; `change` may edit the manifest before sealing."""
+    """Writes a bundle to `folder` and returns it.
+
+    `kept` body slots per layer; `files` name -> bytes of further files; `change` may edit the manifest before sealing.
+    """
     rng = np.random.default_rng(seed)
     heads, kv_heads, dim, rotary = 4, 2, 16, 16
     inv_freq = (1.0 / 100.0 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32)
@@ -83,7 +88,9 @@ def make(
             _graph(params, inv_freq, rng, attention, follows or {}),
             partial / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=256,
         )  # fmt: skip
-        byte_tokenizer().save(str(partial / "tokenizer.json"))
+        (tokenizer or byte_tokenizer()).save(str(partial / "tokenizer.json"))
+        for name, data in (files or {}).items():
+            (partial / name).write_bytes(data)
         if template is not None:
             (partial / "chat_template.jinja").write_text(template)
         sizes = [layout.state_bytes(p) for p in params]

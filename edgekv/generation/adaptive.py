@@ -19,11 +19,14 @@ from edgekv.generation.drafters import Drafter
 MAX_GAMMA = 16  # most tokens of one draft
 _PRIOR_WEIGHT = 3.0  # tokens that a drafter's own guess of acceptance counts for
 _FORGET = 0.985  # weight of older samples of a grade, per sample
+_TREND, _TREND_WEIGHT = 0.97, 4.0  # weight of older tokens in the trend of acceptance, and of no trend
+_MOST = 0.99  # acceptance that is never exceeded
 _EXPECT = 0.1  # share of a new observation in what is expected of places not looked at yet
 _LOOK_AHEAD = 4  # places that are considered beyond the next decision
 _FREE = 0.01  # laws that cost less than so many tokens are always computed
+_LEAST_GAIN = 0.01  # tokens below which a gain is not worth the risk that a measured time is a little wrong
 _PLAIN_FIRST = 2  # plain steps before the first draft
-_HORIZON = 64.0  # tokens over which the achieved rate is averaged
+_HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 4.0  # tokens that they may lose at the start
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
@@ -63,12 +66,12 @@ class AdaptiveLength:
         self.steps = StepCosts(most + 1)
         self.first_law, self.next_law = Duration(), Duration()
         self._clock = clock
-        self._priors = [drafter.prior(grade) for grade in range(drafter.grades)]
-        self._tries, self._hits = [0.0] * drafter.grades, [0.0] * drafter.grades
-        # Accepted tokens, and how many the priors had promised: a draft that is bad in some grades is bad in all.
-        self._kept = self._promised = _PRIOR_WEIGHT
-        self._first = sum(self._priors) / drafter.grades  # acceptance expected of a first place, before its grade is known
-        self._after = list(self._priors)  # of the place behind an accepted one, by the grade of that one
+        priors = [drafter.prior(grade) for grade in range(drafter.grades)]
+        # Tokens judged and accepted by grade, decayed; the drafter's own guess counts as if it were measured.
+        self._tries, self._hits = [_PRIOR_WEIGHT] * drafter.grades, [_PRIOR_WEIGHT * prior for prior in priors]
+        self._kept = self._promised = 0.0  # decayed: tokens accepted lately, and how many were expected to be
+        self._first = sum(priors) / drafter.grades  # acceptance expected of a first place, before its grade is known
+        self._after = list(priors)  # of the place behind an accepted one, by the grade of that one
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
         self.start(0)
@@ -77,8 +80,12 @@ class AdaptiveLength:
 
     def acceptance(self, grade: int) -> float:
         """Share of drafted tokens of this grade that are accepted, given that all before them were."""
-        prior = min(self._priors[grade] * self._kept / self._promised, 0.99)
-        return (self._hits[grade] + _PRIOR_WEIGHT * prior) / (self._tries[grade] + _PRIOR_WEIGHT)
+        # a text that gets easier or harder does so for all grades at once
+        trend = (self._kept + _TREND_WEIGHT) / (self._promised + _TREND_WEIGHT)
+        return min(self._usual(grade) * trend, _MOST)
+
+    def _usual(self, grade: int) -> float:
+        return self._hits[grade] / self._tries[grade]
 
     @property
     def plain_rate(self) -> float:
@@ -132,8 +139,8 @@ class AdaptiveLength:
             self._law_done()
         for place, grade in enumerate(grades[: accepted + 1]):
             hit = float(place < accepted)
-            self._kept = (self._kept - _PRIOR_WEIGHT) * _FORGET + _PRIOR_WEIGHT + hit
-            self._promised = (self._promised - _PRIOR_WEIGHT) * _FORGET + _PRIOR_WEIGHT + self._priors[grade]
+            self._kept = self._kept * _TREND + hit
+            self._promised = self._promised * _TREND + self._usual(grade)
             self._tries[grade] = self._tries[grade] * _FORGET + 1.0
             self._hits[grade] = self._hits[grade] * _FORGET + hit
         self.steps.record(1 + len(grades), seconds - self._law_seconds)
@@ -171,7 +178,7 @@ class AdaptiveLength:
 
     def _pays(self, gain: float) -> bool:
         """Whether to draft on: because a gain is expected, or as a trial whose expected loss the allowance covers."""
-        if gain > 0.0:
+        if gain > _LEAST_GAIN:
             return True
         if self._count == 0 and -gain < self._allowance:
             self._trial = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
 _OWN, _OTHERS = 0.05, 0.02  # weight of a new sample for its own number of rows and for the others
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
+_NEIGHBOURS = 4.0  # samples that a line through the neighbouring numbers of rows counts for
 _FIRST_SLOPE = 0.35  # cost of a second row, of one row's, that is assumed until it was measured
 
 
@@ -51,20 +52,21 @@ class StepCosts:
         self._fill()
 
     def _fill(self) -> None:
-        known: list[tuple[int, float]] = []
-        for rows, duration in enumerate(self._durations):
-            if duration.samples:
-                known.append((rows, max(duration.seconds, known[-1][1]) if known else duration.seconds))
-        rows, time = known[0]
-        slope = time * _FIRST_SLOPE / (1.0 + _FIRST_SLOPE * (rows - 1))  # before the first two kinds of step are known
-        at, table = (rows, time), self.seconds
-        ahead = iter(known[1:] if len(known) > 1 else ())
-        following = next(ahead, None)
-        if following:
-            slope = (following[1] - time) / (following[0] - rows)
-        for index in range(1, len(table)):
-            if following and index >= following[0]:
-                at, following = following, next(ahead, None)
-                if following:
-                    slope = (following[1] - at[1]) / (following[0] - at[0])
-            table[index] = max(at[1] + (index - at[0]) * slope, 1e-9)
+        """Makes the table from what was measured: few samples count little against a line through the neighbours."""
+        known = [(rows, duration.seconds, duration.samples) for rows, duration in enumerate(self._durations) if duration.samples]
+        points: list[tuple[int, float]] = []
+        for index, (rows, own, samples) in enumerate(known):
+            if 0 < index < len(known) - 1:
+                (low, before, _), (high, after, _) = known[index - 1], known[index + 1]
+                line = before + (after - before) * (rows - low) / (high - low)
+                own = (samples * own + _NEIGHBOURS * line) / (samples + _NEIGHBOURS)
+            points.append((rows, max(own, points[-1][1]) if points else own))
+        if len(points) == 1:
+            rows, time = points[0]
+            one = time / (1.0 + _FIRST_SLOPE * (rows - 1))
+            points = [(1, one), (2, one * (1.0 + _FIRST_SLOPE))] if rows == 1 else [(1, one), points[0]]
+        (low, start), (high, end), *rest = points
+        for rows in range(1, len(self.seconds)):
+            if rows >= high and rest:
+                (low, start), (high, end), *rest = (high, end), *rest
+            self.seconds[rows] = max(start + (end - start) * (rows - low) / (high - low), 1e-9)

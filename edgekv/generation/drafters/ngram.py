@@ -18,21 +18,20 @@ _SEARCHED = 1 << 17  # newest tokens that are searched
 _NEAREST = 256  # most recent occurrences of the last token that are compared further
 
 
-def look_up(text: np.ndarray) -> tuple[int, int]:
-    """Where the end of `text` [n] occurred before: (index behind the best earlier occurrence, tokens that match), or (n, 0).
+def look_up(text: np.ndarray, pending: int) -> tuple[int, int]:
+    """Where the end of `text` [n] and `pending` occurred in the text before.
 
-    The longest match wins, up to LONGEST tokens, then the most recent one.
+    Returns the index behind the best earlier occurrence and the number of tokens that match, or (n + 1, 0). The longest match
+    wins, up to LONGEST tokens, then the most recent one.
     """
     n = text.size
-    if n < 2:
-        return n, 0
-    ends = np.flatnonzero(text[: n - 1] == text[n - 1])[-_NEAREST:]
+    ends = np.flatnonzero(text == pending)[-_NEAREST:]
     if ends.size == 0:
-        return n, 0
+        return n + 1, 0
     length = 1
-    while length < LONGEST:
+    while length < LONGEST and length <= n:
         longer = ends[ends >= length]
-        longer = longer[text[longer - length] == text[n - 1 - length]]
+        longer = longer[text[longer - length] == text[n - length]]
         if longer.size == 0:
             break
         ends, length = longer, length + 1
@@ -58,16 +57,18 @@ class NgramDrafter:
         pass
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
-        text = np.append(np.frombuffer(tokens, np.int32)[-_SEARCHED:], np.int32(pending))
-        source, matched = look_up(text)
+        text = np.frombuffer(tokens, np.int32)[-_SEARCHED:]
+        source, matched = look_up(text, pending)
         drafted: list[int] = []
         grades: list[int] = []
         while matched and length.wants_law():
             grade = min(matched + len(drafted), LONGEST) - 1
             if not length.wants_token(grade):
                 break
-            # a match that reaches the end of the text goes on into what was drafted: the text repeats itself
-            drafted.append(int(text[source]) if source < text.size else drafted[source - text.size])
+            if source < text.size:
+                drafted.append(int(text[source]))
+            else:  # the match reaches the end of the text and goes on into what follows it: the text repeats itself
+                drafted.append(pending if source == text.size else drafted[source - text.size - 1])
             grades.append(grade)
             source += 1
         return Draft(drafted, [None] * len(drafted), grades)

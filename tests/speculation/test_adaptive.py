@@ -1,0 +1,116 @@
+"""The length controller in a world whose best length is known."""
+
+import pytest
+from simulated_text import Clock, World, play
+
+from edgekv.generation.adaptive import AdaptiveLength, FixedLength
+from edgekv.generation.costs import Duration, StepCosts
+
+STEP = 0.01  # seconds of a plain step
+# Cost of 1, 2, 3 ... rows, of one row's: 4-bit products on a small CPU, a GPU that waits for memory, and in between.
+CPU = [0, 1, 1.25, 1.9, 2.3, 2.9, 3.3, 3.8, 4.4] + [4.4 + 0.55 * i for i in range(1, 12)]
+GPU = [0] + [1 + 0.02 * i for i in range(20)]
+LINEAR = [0] + [1 + 0.15 * i for i in range(20)]
+CODE = {"accept": [0.3, 0.5, 0.7, 0.85, 0.95, 0.99], "mix": [1, 1, 1, 2, 3, 6]}
+PROSE = {"accept": [0.2, 0.3, 0.5, 0.6, 0.8, 0.95], "mix": [2] * 6}
+EVEN = {"accept": [0.8] * 6, "mix": [1] * 6}  # grades that say nothing
+USELESS = {"accept": [0.0] * 6, "mix": [1] * 6}
+TOKENS = 2000
+
+
+def world(rows, law, text, **more):
+    return World([cost * STEP for cost in rows], law * STEP * 1.1, law * STEP, **text, **more)
+
+
+def seconds(made: World, length=None, seed=0, tokens=TOKENS):
+    clock = Clock()
+    return play(made, length or AdaptiveLength(made, clock=clock), clock, tokens, seed)
+
+
+@pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
+@pytest.mark.parametrize("law", [0.0, 0.05, 0.15, 0.4])
+@pytest.mark.parametrize("text", [CODE, PROSE, EVEN], ids=["code", "prose", "even"])
+def test_adaptive_length_is_about_as_good_as_the_best_fixed_one_or_better(rows, law, text):
+    made = world(rows, law, text)
+    seeds = (1, 2, 3)
+    best = min(sum(seconds(made, FixedLength(gamma), seed) for seed in seeds) for gamma in range(13))
+    adaptive = sum(seconds(made, seed=seed) for seed in seeds)
+    # 2,000 tokens include the learning; where grades say nothing there is only noise to learn from them
+    assert adaptive <= best * (1.08 if text is EVEN else 1.05)
+
+
+@pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
+@pytest.mark.parametrize("law", [0.0, 0.05, 0.15, 0.4, 1.0])
+@pytest.mark.parametrize("guess", [(0.35, 0.06), (0.5, 0.06)])
+def test_a_useless_draft_costs_at_most_three_percent(rows, law, guess):
+    made = world(rows, law, USELESS, guess=guess)
+    for seed in (1, 2):
+        assert seconds(made, seed=seed) <= 1.03 * seconds(made, FixedLength(0), seed)
+
+
+def test_speculation_comes_back_when_the_text_becomes_easy_and_goes_when_it_becomes_hard():
+    clock = Clock()
+    hard, easy = world(LINEAR, 0.15, USELESS), world(LINEAR, 0.15, {"accept": [0.95] * 6, "mix": [1] * 6})
+    length = AdaptiveLength(hard, clock=clock)
+    plain = seconds(hard, FixedLength(0))
+    play(hard, length, clock, TOKENS)
+    assert play(easy, length, clock, TOKENS) < 0.6 * plain
+    assert play(hard, length, clock, TOKENS) < 1.05 * plain
+    assert play(easy, length, clock, TOKENS) < 0.6 * plain
+
+
+def test_drafts_are_longer_where_rows_are_cheap():
+    lengths = {}
+    for name, rows in (("cpu", CPU), ("gpu", GPU)):
+        made, clock = world(rows, 0.05, CODE), Clock()
+        length = AdaptiveLength(made, clock=clock)
+        drafted = []
+        finish = length.finish
+        length.finish = lambda grades, *rest, finish=finish, drafted=drafted: (drafted.append(len(grades)), finish(grades, *rest))
+        play(made, length, clock, TOKENS)
+        lengths[name] = sum(drafted) / len(drafted)
+    assert lengths["gpu"] > 2 * lengths["cpu"]
+
+
+def test_fixed_length_is_what_was_asked_for_up_to_the_boundary():
+    length = FixedLength(3)
+    for room, wanted in ((8, 3), (3, 3), (2, 2), (0, 0)):
+        length.start(room)
+        drafted = 0
+        while length.wants_law() and length.wants_token(0):
+            drafted += 1
+        assert drafted == wanted
+
+
+def test_the_longest_draft_is_never_exceeded():
+    made, clock = world(GPU, 0.0, {"accept": [1.0] * 6, "mix": [1] * 6}), Clock()
+    length = AdaptiveLength(made, most=5, clock=clock)
+    drafted = []
+    finish = length.finish
+    length.finish = lambda grades, *rest: (drafted.append(len(grades)), finish(grades, *rest))
+    play(made, length, clock, 300)
+    assert max(drafted) == 5
+
+
+def test_step_costs_interpolate_extend_and_never_fall():
+    costs = StepCosts(8)
+    assert costs.seconds[1:] == [0.0] * 8
+    costs.record(1, 1.0)
+    assert costs.seconds[1] == 1.0 < costs.seconds[2] < costs.seconds[8]
+    costs.record(5, 3.0)
+    assert costs.seconds[1:6] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0])
+    assert costs.seconds[7] == pytest.approx(4.0)
+    costs.record(3, 0.5)  # faster than one row: a wrong sample
+    assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
+
+
+def test_durations_forget_a_slow_start_and_shrug_off_outliers():
+    duration = Duration()
+    for sample in (9.0, 1.0, 1.1):
+        duration.record(sample)
+    assert duration.seconds == 1.0
+    duration.record(1000.0)
+    assert duration.seconds < 1.1
+    for _ in range(200):
+        duration.record(2.0)
+    assert duration.seconds == pytest.approx(2.0, rel=0.05)
