@@ -17,6 +17,14 @@ bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 threads_option = click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="Threads of the model; default: the physical cores."
 )
+engine_option = click.option(
+    "--engine",
+    "kind",
+    type=click.Choice(["onnxruntime", "tensorrt"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs the model; tensorrt needs an NVIDIA GPU and `edgekv build`.",
+)
 verify_option = click.option(
     "--verify/--no-verify",
     default=True,

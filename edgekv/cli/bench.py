@@ -30,9 +30,10 @@ def _depths(ctx: click.Context, parameter: click.Parameter, text: str) -> list[i
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True, help="Tokens decoded at each depth.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="Runs per depth; medians are shown.")
 @_common.threads_option
+@_common.engine_option
 @_common.verify_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(bundle: Path, depths: list[int], tokens: int, repeats: int, threads: int | None, verify: bool, as_json: bool) -> None:
+def command(bundle: Path, depths: list[int], tokens: int, repeats: int, threads: int | None, kind: str, verify: bool, as_json: bool) -> None:
     """Measure the speed of BUNDLE at several depths of text."""
     from edgekv import bundle as bundles
     from edgekv import engine, machine
@@ -42,7 +43,7 @@ def command(bundle: Path, depths: list[int], tokens: int, repeats: int, threads:
 
     opened = bundles.open_bundle(bundle, verify)
     load_before = machine.load()
-    loaded = engine.load(opened, threads)
+    loaded = engine.load(opened, threads, kind=kind)
     try:
         facts = machine.describe(loaded.threads)
         fitting = [d for d in depths if loaded.capacity is None or d + tokens <= loaded.capacity]

@@ -48,6 +48,7 @@ class Options:
 @click.option("--compare", is_flag=True, help="Generate without drafts first, and report the speed-up.")
 @click.option("--kv-limit", help="Refuse to start when the KV caches of model and draft take more, like 3MiB.")
 @_common.threads_option
+@_common.engine_option
 @_common.verify_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="No report and no progress.")
@@ -66,6 +67,7 @@ def command(
     compare: bool,
     kv_limit: str | None,
     threads: int | None,
+    kind: str,
     verify: bool,
     as_json: bool,
     quiet: bool,
@@ -107,7 +109,7 @@ def command(
     runner = _Chat if chat else _Completion
     run = runner(opened, options, prompt, system, interactive)
     drafting = Drafting(draft, gamma, opened, run.tokenizer, verify, limit)
-    loaded = engine.load(opened, threads, **drafting.engine_options)
+    loaded = engine.load(opened, threads, kind=kind, **drafting.engine_options)
     try:
         session = Session(loaded)
         drafting.start(loaded)

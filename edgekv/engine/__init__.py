@@ -12,6 +12,8 @@ import numpy as np
 
 from edgekv.bundle import Bundle
 
+KINDS = ("onnxruntime", "tensorrt")
+
 
 class Occupancy(NamedTuple):
     """How full the cache is at a committed position."""
@@ -76,14 +78,24 @@ class Engine(Protocol):
 
 
 def load(
-    bundle: Bundle, threads: int | None = None, max_rows: int = 1, alternating: bool = False, beside: Bundle | None = None
+    bundle: Bundle,
+    threads: int | None = None,
+    max_rows: int = 1,
+    alternating: bool = False,
+    beside: Bundle | None = None,
+    kind: str = "onnxruntime",
 ) -> Engine:
-    """The engine for this bundle: ONNX Runtime on the CPU.
+    """The engine for this bundle.
 
+    kind         one of KINDS: ONNX Runtime on the CPU, or TensorRT with the plan that `edgekv build` left beside the bundle
     max_rows     sizes the logits buffer, allocated once
     alternating  for engines that take turns in one process: the threads of one sleep while the other computes
     beside       a bundle that will be loaded too: both must fit the memory
     """
+    if kind == "tensorrt":
+        from edgekv.engine.tensorrt import TensorRTEngine
+
+        return TensorRTEngine(bundle, max_rows=max_rows)
     from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 
     return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows, alternating=alternating, beside=beside)
