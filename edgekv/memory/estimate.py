@@ -10,7 +10,7 @@ from edgekv.memory.predictor import PrefillTime, StepTime, prefill_time, step_ti
 from edgekv.memory.profiles import Profile
 from edgekv.memory.residency import dram_saving, hit_rate
 from edgekv.memory.traffic import step_traffic
-from edgekv.memory.weights import WeightFormat
+from edgekv.memory.weights import WeightFormat, resident
 from edgekv.policy import Plan
 
 KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
@@ -51,19 +51,12 @@ def step_bytes(shape: ModelShape, weights: WeightFormat, cache: Plan, position: 
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]
     rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
-    stored = shape.bundle.weight_bytes if shape.bundle else None
-    streamed = weights.step_bytes(shape) if stored is None else stored - _looked_up(shape, weights)
-    return StepBytes(streamed, index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
+    return StepBytes(weights.step_bytes(shape), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
 
 
 def _effective_window(params: dict) -> int:
     """A heavy cache that is smaller than the model's window hides nothing that its positions could decide."""
     return 0 if params["keep"] == 2 and params["sliding_window"] >= params["body_slots"] + params["tail_slots"] else params["sliding_window"]
-
-
-def _looked_up(shape: ModelShape, weights: WeightFormat) -> int:
-    owners = weights.by_owner(shape)
-    return owners.get("embedding", 0) + owners.get("positions", 0)
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ class Decode:
 
 def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, position: int, persisting: bool = True) -> Decode:
     """The step after `position` tokens. UserError when the profile lacks the bandwidth."""
-    moved = step_bytes(shape, weights, cache, position)
+    moved = step_bytes(shape, resident(weights, profile.data["decode_on"]), cache, position)
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
     from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
@@ -141,5 +134,5 @@ def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Prof
     starts = range(0, tokens, chunk)
     held = min(cache.capacity, tokens)
     flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
-    moved = step_bytes(shape, weights, cache, held // 2)
+    moved = step_bytes(shape, resident(weights, profile.data["decode_on"]), cache, held // 2)
     return prefill_time(profile, flops, len(starts), moved.weights + moved.kv_read)

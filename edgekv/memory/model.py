@@ -243,20 +243,21 @@ def shape_from_bundle(path: str | Path) -> ModelShape:
         interleaved = bool(params.get("rotary_interleaved"))
         layers.append(LayerGeometry(scale=scale, rotary_interleaved=interleaved, inv_freq=tuple(bundle.inv_freq(index)), **fields))
     hidden, vocab = model["hidden"], model["vocab"]
-    body = model.get("parameters")
-    known = isinstance(body, int) and not isinstance(body, bool)
+    parameters, tied = model.get("parameters"), model.get("tied_embedding") is not False
+    known = isinstance(parameters, int) and not isinstance(parameters, bool) and 0 < parameters < 1 << 50
     attention = sum(hidden * (2 * g.q_heads * g.value_dim + g.kv_heads * (g.key_dim + g.value_dim)) for g in layers)
-    rest = max(body - attention - hidden * vocab, 0) if known else 0
+    tables = [Matrix("head", vocab, hidden)] + ([] if tied else [Matrix("embedding", vocab, hidden)])
+    rest = max(parameters - attention - len(tables) * hidden * vocab, 0) if known else 0
     return ModelShape(
         name=model["name"],
         architecture=str(model.get("architecture", "")),
         hidden=hidden,
         vocab=vocab,
         context=model["context"],
-        intermediate=max(rest // max(3 * hidden * len(layers), 1), 1),
-        tied=True,
+        intermediate=max(rest // (3 * hidden * len(layers)), 1),
+        tied=tied,
         layers=tuple(layers),
-        matrices=(Matrix("attention", attention // hidden, hidden), Matrix("mlp", rest // hidden, hidden), Matrix("head", vocab, hidden)),
+        matrices=(Matrix("attention", attention // hidden, hidden), Matrix("mlp", rest // hidden, hidden), *tables),
         vectors=0,
         notes=() if known else ("The bundle does not say how many parameters the model has.",),
         bundle=bundle,

@@ -11,7 +11,7 @@ from edgekv.budget import Budget, format_bytes
 from edgekv.errors import UserError
 from edgekv.memory.model import ModelShape
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import WeightFormat
+from edgekv.memory.weights import WeightFormat, resident
 from edgekv.policy import CachePolicy, Plan, plan
 
 MIB = 1 << 20
@@ -71,7 +71,9 @@ class MemoryPlan:
 
     @property
     def largest(self) -> Line:
-        return max(self.lines, key=lambda line: line.bytes)
+        """The largest single allocation; the KV arena is one, whatever its parts."""
+        arena = Line("KV arena", sum(line.bytes for line in self.lines if line.owner.startswith("KV ")), "exact")
+        return max([arena, *self.lines], key=lambda line: line.bytes)
 
     def bytes_of(self, *owners: str) -> int:
         return sum(line.bytes for line in self.lines if line.owner in owners)
@@ -110,9 +112,10 @@ def memory_plan(
     """Memory of a run, by owner, against what the device has."""
     runtime = RUNTIMES[profile.data["decode_on"]]
     stored = shape.bundle.weight_bytes if shape.bundle else weights.stored_bytes(shape)
+    held = stored * resident(weights, profile.data["decode_on"]).bits / weights.bits
     chunk = min(chunk, cache.boundary)
     lines = [
-        Line("weights", round(stored * runtime.weight_factor), "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
+        Line("weights", round(held * runtime.weight_factor), "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
         *(Line(owner, size, "exact") for owner, size in arena_by_owner(cache.layers).items()),
         Line("workspace", workspace_bytes(shape, chunk, cache.capacity), f"computed for blocks of {chunk} tokens"),
         Line("logits", 4 * shape.vocab * logit_rows, "exact"),
@@ -137,9 +140,9 @@ def refuse_if_too_large(memory: MemoryPlan, shape: ModelShape, profile: Profile,
 
 
 def _what_would_fit(memory, shape, weights, others, cache, rest) -> str:
-    room = memory.usable - rest - memory.bytes_of("weights")
-    if room >= memory.needed // 1000 and room > 0:
-        return f"with {weights.name} weights a KV budget of up to {format_bytes(room // MIB * MIB or room)} fits (asked: {format_bytes(cache)})."
+    room = (memory.usable - rest - memory.bytes_of("weights")) * 99 // 100 // MIB  # whole MiB, a little below what is left
+    if room > 0 and cache > room * MIB:
+        return f"with {weights.name} weights a KV budget of up to {room}MiB fits (asked: {format_bytes(cache)})."
     smaller = sorted((f for f in others.values() if f.bits < weights.bits), key=lambda f: -f.bits)
     for candidate in smaller if not shape.bundle else []:
         room = memory.usable - rest - candidate.stored_bytes(shape)

@@ -78,7 +78,7 @@ def step_time(profile: Profile, weight_bytes: float, cache_bytes: float, other_b
     if peak is None:
         raise UserError(f"The memory bandwidth of {profile.name} is unknown; run `edgekv devices detect` on the device.")
     rate = cls.efficiency * peak * 1e9
-    basis = f"t0 {cls.step_ms:g} ms, {cls.efficiency:.0%} of {peak:g} GB/s (fitted to {cls.origin})"
+    basis = f"t0 {cls.step_ms:g} ms, {cls.efficiency:.0%} of {peak:.4g} GB/s (fitted to {cls.origin})"
     return StepTime(cls.step_ms / 1e3, weight_bytes / rate, cache_bytes / rate, other_bytes / rate, basis)
 
 

@@ -42,7 +42,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Profile:
-    """A checked profile. `mode` is the chosen power mode's name, None for the maximum clocks the profile states."""
+    """A checked profile. `mode` is the chosen power mode's name, None for the maximum clocks the profile states.
+
+    memory_override: bytes the system sees, where the profile does not know it (boards sold with several sizes).
+    """
 
     data: Mapping[str, Any]
     mode: str | None = None
@@ -104,10 +107,8 @@ class Profile:
     @property
     def total_bytes(self) -> int | None:
         """Memory the system sees, bytes."""
-        if self.memory_override is not None:
-            return self.memory_override
         total = self.value("memory.total")
-        return None if total is None else int(total * MIB)
+        return self.memory_override if total is None else int(total * MIB)
 
     @property
     def idle_bytes(self) -> int | None:
@@ -213,7 +214,7 @@ def jetpack_table() -> list[dict[str, Any]]:
 def load(name: str, memory: int | None = None) -> Profile:
     """The profile called `name` ('orin-nano-8gb', an alias, 'orin-nano-8gb:15W' for a power mode, or a .yaml file).
 
-    memory: bytes the system sees, for boards sold with several sizes. UserError names the nearest devices or modes.
+    memory: bytes the system sees, used where the profile does not know it. UserError names the nearest devices or modes.
     """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return replace(load_file(name), memory_override=memory)

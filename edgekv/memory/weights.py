@@ -47,6 +47,11 @@ FORMATS = {
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
 
+def resident(stored: WeightFormat, decode_on: str) -> WeightFormat:
+    """The format that matrices have in memory while running: ONNX Runtime widens fp16 to fp32 on the CPU."""
+    return FORMATS["fp32"] if stored.name == "fp16" and decode_on == "cpu" else stored
+
+
 def weight_format(name: str) -> WeightFormat:
     if name not in FORMATS:
         raise UserError(f"The weight format must be one of {', '.join(FORMATS)}, not {name!r}.")
