@@ -289,7 +289,7 @@ def create(target: str | os.PathLike[str], force: bool = False) -> Iterator[Path
         raise UserError(f"{target} is not a bundle, so --force will not replace it; give another name.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_orphans(target.parent, prefix)
+        remove_orphans(target.parent, prefix)
         partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from None
@@ -313,7 +313,8 @@ def create(target: str | os.PathLike[str], force: bool = False) -> Iterator[Path
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove_orphans(parent: Path, prefix: str) -> None:
+def remove_orphans(parent: Path, prefix: str) -> None:
+    """Removes folders named PREFIX<pid>-* whose process is gone: what a killed export or build left behind."""
     for path in parent.glob(f"{prefix}*"):
         pid = path.name[len(prefix) :].split("-")[0]
         if pid.isdigit() and int(pid) != os.getpid() and not _alive(int(pid)):
