@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from edgekv.cli import _common
+from edgekv.cli import _common, _traffic
 from edgekv.cli._drafting import Drafting, byte_limit
 from edgekv.errors import UserError
 
@@ -50,6 +50,7 @@ class Options:
 @_common.threads_option
 @_common.engine_option
 @_common.verify_option
+@_traffic.options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="No report and no progress.")
 def command(
@@ -71,6 +72,10 @@ def command(
     verify: bool,
     as_json: bool,
     quiet: bool,
+    traffic: str | None,
+    traffic_json: Path | None,
+    traffic_html: Path | None,
+    device: str | None,
     **sampling: Any,
 ) -> None:
     """Generate text from BUNDLE.
@@ -109,13 +114,16 @@ def command(
     runner = _Chat if chat else _Completion
     run = runner(opened, options, prompt, system, interactive)
     drafting = Drafting(draft, gamma, opened, run.tokenizer, verify, limit)
+    account = _traffic.Traffic(traffic, traffic_json, traffic_html, device)
     loaded = engine.load(opened, threads, kind=kind, **drafting.engine_options)
     try:
+        loaded = account.engine(loaded)
         session = Session(loaded)
         drafting.start(loaded)
-        run.drafting = drafting
+        run.drafting, run.account = drafting, account
         run(session, Sampler(settings, loaded.vocab, seed))
     finally:
+        account.close()
         drafting.close()
         loaded.close()
 
@@ -143,6 +151,7 @@ class _Run:
         self.answers: list[Any] = []
         self.comparison: Any = None
         self.drafting: Any = None
+        self.account: Any = None
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end the answer
 
@@ -174,16 +183,20 @@ class _Run:
         if not self.answers:
             return
         last, report, drafting = self.answers[-1], Report.of(session, self.answers), self.drafting.report()
+        self.account.finish()
         if self.options.as_json:
             shown = {**_answer_json(last), "seed": sampler.seed, **more, "report": report.to_json()}
             if drafting:
                 shown["drafting"] = drafting.to_json()
             if self.comparison:
                 shown["compare"] = self.comparison.to_json()
+            if traffic := self.account.to_json():
+                shown["traffic"] = traffic
             click.echo(json.dumps(shown, ensure_ascii=False))
         elif not self.options.quiet:
             lines = report.lines(last.finish_reason) + (drafting.lines() if drafting else [])
             lines += [self.comparison.line()] if self.comparison else []
+            lines += self.account.lines()
             click.echo("\n" + "\n".join(lines), err=True)
 
 
