@@ -3,7 +3,8 @@
 fp32  as traced
 fp16  stored in half precision; ONNX Runtime widens matrices when it loads them, since the CPU computes in single precision
 int8  MatMulNBits and GatherBlockQuantized in blocks of 32, activations quantised to 8 bits on the fly
-int4  the same with 4 bits
+int4  MatMulNBits with 4 bits and an offset per block, fed by AppendBlockSums; embedding and LM head as in int8, since they lose most
+      from 4 bits (SmolLM2-135M: perplexity +7 % from them alone) and are a small part of larger models
 A tied embedding is stored once in every format.
 """
 
@@ -15,11 +16,12 @@ import onnx_ir as ir
 from edgekv.errors import UserError
 from edgekv.export import weights
 from edgekv.export.passes import match, siblings
-from edgekv.export.quantise import BLOCK, blocks_of, quantise
+from edgekv.export.quantise import BLOCK, blocks_of, quantise, quantise_with_offsets, widened
 
 BITS = {"int8": 8, "int4": 4}
 FORMATS = ("fp32", "fp16", *BITS)
 LEAST_OUTPUTS = 16  # narrower linear layers (routers, gates, scores) keep single precision: no bytes to save, much to lose
+HEAD_BITS = 8  # of embedding and LM head in both integer formats
 INT8_ACTIVATIONS = 4  # MatMulNBits accuracy_level
 
 
@@ -65,15 +67,17 @@ def _halve(model: ir.Model) -> None:
 
 
 class _Quantised:
-    """One matrix [N, K] in blocks: codes, scales and zero points as graph constants."""
+    """One matrix [N, K] in blocks: codes, scales and zero points as graph constants. With 4 bits it has offset columns too."""
 
     def __init__(self, model: ir.Model, data: ir.TensorProtocol, name: str, bits: int):
         rows, columns = data.shape
-        self.rows, self.columns, self.bits = rows, columns, bits
-        count = blocks_of(columns)
+        self.rows, self.bits = rows, bits
+        self.columns = widened(columns) if bits == 4 else columns
+        count = blocks_of(self.columns)
 
         def compute():
-            blocks = quantise(np.ascontiguousarray(data.numpy()), bits)
+            weight = np.ascontiguousarray(data.numpy())
+            blocks = quantise_with_offsets(weight) if bits == 4 else quantise(weight, bits)
             return blocks.codes, blocks.scales, blocks.zero_points
 
         parts = weights.Parts(compute)
@@ -94,40 +98,42 @@ class _Quantised:
 
 def _quantise(model: ir.Model, bits: int) -> None:
     made: dict[str, _Quantised] = {}  # by name of the untransposed weight, so that a tied embedding is quantised once
+    summed: dict[int, ir.Value] = {}  # values with their block sums appended, by the value they came from
 
-    def blocks(name: str, data: ir.TensorProtocol) -> _Quantised:
+    def blocks(name: str, data: ir.TensorProtocol, width: int) -> _Quantised:
         if name not in made:
-            made[name] = _Quantised(model, data, name, bits)
+            made[name] = _Quantised(model, data, name, width)
         return made[name]
 
+    products = [node for node in model.graph if node.op_type == "MatMul" and node.domain == ""]
     for node in list(model.graph):
         if node.op_type == "Gather" and match.tensor(node.inputs[0]) is not None:
-            _lookup(model, node, blocks, bits)
-        elif node.op_type == "MatMul" and node.domain == "":
-            _product(model, node, blocks, bits)
+            _lookup(model, node, blocks)
+    for node in products:
+        _product(model, node, blocks, bits if node is not products[-1] else HEAD_BITS, summed)
 
 
-def _lookup(model: ir.Model, node: ir.Node, blocks, bits: int) -> None:
+def _lookup(model: ir.Model, node: ir.Node, blocks) -> None:
     table = node.inputs[0]
     data = match.tensor(table)
     axis = node.attributes["axis"].value if "axis" in node.attributes else 0
     if len(data.shape) != 2 or data.dtype != ir.DataType.FLOAT or axis != 0 or data.shape[1] % BLOCK or data.size < match.SMALL:
         return
-    held = blocks(table.name, data)
+    held = blocks(table.name, data, HEAD_BITS)
     new = match.node(
         "GatherBlockQuantized", [held.flat_codes(model), node.inputs[1], held.scales, held.zeros], domain=match.MICROSOFT,
-        like=node.outputs[0], bits=bits, block_size=BLOCK, gather_axis=0, quantize_axis=1,
+        like=node.outputs[0], bits=HEAD_BITS, block_size=BLOCK, gather_axis=0, quantize_axis=1,
     )  # fmt: skip
     match.before(node, new)
     match.replace(node.outputs[0], new.outputs[0])
 
 
-def _product(model: ir.Model, node: ir.Node, blocks, bits: int) -> None:
+def _product(model: ir.Model, node: ir.Node, blocks, bits: int, summed: dict[int, ir.Value]) -> None:
     turned = match.producer(node.inputs[1], "Transpose")
     bias, result = None, node.outputs[0]
     if turned is not None and match.tensor(turned.inputs[0]) is not None:
         weight = turned.inputs[0]
-        data, name = match.tensor(weight), weight.name
+        data, name, bits = match.tensor(weight), weight.name, HEAD_BITS
         columns, outputs = data.shape[1], data.shape[0]
     else:
         found = siblings.linear(node)
@@ -138,13 +144,25 @@ def _product(model: ir.Model, node: ir.Node, blocks, bits: int) -> None:
         (outputs, columns), bias = data.shape, found.bias
     if outputs < LEAST_OUTPUTS or columns < BLOCK:
         return
-    held = blocks(name, data)
-    inputs = [node.inputs[0], held.codes, held.scales, held.zeros]
+    held = blocks(name, data, bits)
+    x = _with_sums(node.inputs[0], summed) if bits == 4 else node.inputs[0]
+    inputs = [x, held.codes, held.scales, held.zeros]
     if bias is not None:
         inputs += [None, match.initialiser(model, bias.name, bias)]
     new = match.node(
         "MatMulNBits", inputs, domain=match.MICROSOFT, like=result,
-        K=columns, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=INT8_ACTIVATIONS,
+        K=held.columns, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=INT8_ACTIVATIONS,
     )  # fmt: skip
     match.before(result.producer(), new)
     match.replace(result, new.outputs[0])
+
+
+def _with_sums(x: ir.Value, summed: dict[int, ir.Value]) -> ir.Value:
+    if id(x) not in summed:
+        node = match.node("AppendBlockSums", [x], domain=match.EDGEKV)
+        shape = x.shape
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+        node.outputs[0].shape = ir.Shape([*shape[:-1], widened(shape[-1])]) if shape is not None and isinstance(shape[-1], int) else None
+        match.after(x.producer(), node)
+        summed[id(x)] = node.outputs[0]
+    return summed[id(x)]

@@ -1,5 +1,8 @@
 """Block-wise integer weights: w ~ (q - zero_point) * scale, with one scale and zero point per row and block of 32 columns.
 
+Four bits get an offset as well (quantise_with_offsets): w ~ scale * q + offset is what 4-bit GGUF formats hold, so that their
+weights pass into a bundle as they are, and it fits any weights better than a zero point that must be a whole number.
+
 The layout is that of ONNX Runtime's MatMulNBits and GatherBlockQuantized: codes of one row in order of columns, for 4 bits the
 even column in the low half of a byte, blocks padded to the full length; zero points packed likewise, row by row.
 """
@@ -38,6 +41,58 @@ def quantise(weight: np.ndarray, bits: int) -> Blocks:
     count = blocks_of(columns)
     return Blocks(
         _pack(codes, bits).reshape(rows, count, BLOCK * bits // 8), scales.reshape(rows, count), _pack(zeros.reshape(rows, count), bits)
+    )
+
+
+def widened(columns: int) -> int:
+    """Columns of a matrix with offsets: its own and one per block, each padded to whole blocks (plugins/ort/append_block_sums.cpp)."""
+    return (blocks_of(columns) + blocks_of(blocks_of(columns))) * BLOCK
+
+
+def quantise_with_offsets(weight: np.ndarray) -> Blocks:
+    """Quantises float32 [N, K] to 4 bits as a matrix [N, widened(K)] for x with its block sums appended.
+
+    A block is scale * code + offset, as near to the weights as can be. The whole-numbered part of -offset / scale becomes the zero
+    point; what is left of the offset, at most half a scale, is an entry of the further columns, which are quantised like weights.
+    """
+    rows, columns = weight.shape
+    step = max(1, ROWS // columns)
+    parts = [_offset_rows(torch.from_numpy(weight[i : i + step])) for i in range(0, rows, step)]
+    codes, scales, zeros = (torch.cat(p).numpy() for p in zip(*parts, strict=True))
+    return Blocks(_pack(codes, 4).reshape(rows, scales.shape[1], BLOCK // 2), scales, _pack(zeros, 4))
+
+
+def _offset_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    count, top = blocks_of(columns), 15
+    x = torch.nn.functional.pad(weight, (0, count * BLOCK - columns), mode="replicate").reshape(rows, count, BLOCK)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    middle, half = (high + low) / 2, (high - low) / 2
+    best = None
+    for share in SHRINK:
+        scale = half * (2 * share / top)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        codes = torch.round((x - (middle - half * share)) / scale).clamp(0, top)
+        # the least-squares line through (code, weight) is at least as good as the range it came from
+        mean_code, mean = codes.mean(-1, keepdim=True), x.mean(-1, keepdim=True)
+        spread = (codes - mean_code).square().sum(-1, keepdim=True)
+        slope = ((codes - mean_code) * (x - mean)).sum(-1, keepdim=True) / spread.clamp(min=1e-12)
+        scale = torch.where((spread > 0) & (slope > 0), slope, scale)
+        offset = mean - scale * mean_code
+        error = (codes * scale + offset - x).square().sum(-1, keepdim=True)
+        if best is None:
+            best = [error, codes, scale, offset]
+        else:
+            better = error < best[0]
+            best = [torch.where(better, new, old) for new, old in zip((error, codes, scale, offset), best, strict=True)]
+    _, codes, scale, offset = best
+    zero = torch.round(-offset / scale).clamp(0, top)
+    left = (offset + zero * scale)[..., 0]
+    more_codes, more_scales, more_zeros = _quantise_rows(left, 4)
+    return (
+        torch.cat([codes.to(torch.uint8).reshape(rows, -1), more_codes], dim=1),
+        torch.cat([scale[..., 0], more_scales], dim=1),
+        torch.cat([zero.to(torch.uint8)[..., 0], more_zeros], dim=1),
     )
 
 
@@ -87,34 +142,3 @@ def dequantise(blocks: Blocks, columns: int, bits: int) -> np.ndarray:
     codes = unpack(blocks.codes.reshape(rows, -1), count * BLOCK, bits).reshape(rows, count, BLOCK).astype(np.float32)
     zeros = unpack(blocks.zero_points, count, bits).astype(np.float32)
     return ((codes - zeros[..., None]) * blocks.scales[..., None]).reshape(rows, -1)[:, :columns]
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A rounded matrix before packing: codes uint8 [N, blocks * BLOCK], scales float32 and zeros uint8 [N, blocks]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-    bits: int
-
-    def dequantised(self) -> torch.Tensor:
-        """float32 [N, blocks * BLOCK]."""
-        rows, count = self.scales.shape
-        codes = self.codes.reshape(rows, count, BLOCK).float()
-        return ((codes - self.zeros.float()[..., None]) * self.scales[..., None]).reshape(rows, -1)
-
-    def split(self, rows: list[int]) -> list[Rounded]:
-        parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
-        return [Rounded(codes, scales, zeros, self.bits) for codes, scales, zeros in parts]
-
-    def blocks(self) -> Blocks:
-        rows, count = self.scales.shape
-        codes = _pack(self.codes.numpy(), self.bits).reshape(rows, count, BLOCK * self.bits // 8)
-        return Blocks(codes, self.scales.numpy(), _pack(self.zeros.numpy(), self.bits))
-
-
-def join(parts: list[Rounded]) -> Rounded:
-    """Matrices of the same width, one below the other."""
-    codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
-    return Rounded(codes, scales, zeros, parts[0].bits)

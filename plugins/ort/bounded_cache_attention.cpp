@@ -15,6 +15,7 @@
 #include "cpu/attention.h"
 #include "cpu/error.h"
 #include "ort/kernel_io.h"
+#include "ort/session_threads.h"
 
 namespace edgekv::ort {
 namespace {
@@ -32,23 +33,6 @@ Status* refusal(const Api* api) {
   snprintf(text, sizeof(text), "BoundedCacheAttention: %s", error_text());
   return function<CreateStatus>(api)(kInvalidArgument, text);
 }
-
-class SessionThreads final : public Parallel {
- public:
-  SessionThreads(const Api* api, const KernelContext* context) : api_(api), context_(context) {}
-  void run(size_t count, Item item, void* data) override {
-    // Zero batches: one item at a time to whichever thread is free.
-    Status* status = function<KernelContextParallelFor>(api_)(context_, item, count, 0, data);
-    if (status == nullptr) return;
-    // It fails before it has started anything, if at all.
-    function<ReleaseStatus>(api_)(status);
-    Inline().run(count, item, data);
-  }
-
- private:
-  const Api* api_;
-  const KernelContext* context_;
-};
 
 // Where head h, row t of an activation is; *rows is set by the first call and compared by later ones.
 int view_rows(const char* name, const Tensor& x, int64_t heads, int64_t dim, Rows* view, int64_t* rows) {

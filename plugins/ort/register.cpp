@@ -1,6 +1,7 @@
 // The entry point that ONNX Runtime looks up when a session registers this library. A new op is one line in the list.
 #include <initializer_list>
 
+#include "ort/append_block_sums.h"
 #include "ort/bounded_cache_attention.h"
 #include "ort/ort_abi.h"
 
@@ -13,7 +14,7 @@ extern "C" __attribute__((visibility("default"))) Status* RegisterCustomOps(Sess
   // A session keeps pointing at its domain, so each registration makes one that stays.
   CustomOpDomain* domain = nullptr;
   if (Status* status = function<CreateCustomOpDomain>(api)("edgekv", &domain)) return status;
-  for (const CustomOp* op : {bounded_cache_attention()})
+  for (const CustomOp* op : {bounded_cache_attention(), append_block_sums()})
     if (Status* status = function<CustomOpDomainAdd>(api)(domain, op)) return status;
   return function<AddCustomOpDomain>(api)(options, domain);
 }

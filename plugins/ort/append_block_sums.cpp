@@ -1,0 +1,103 @@
+// edgekv::AppendBlockSums for ONNX Runtime: what lets 4-bit weights keep a real-valued offset per block.
+//
+// Blocks of 4-bit GGUF formats are w = scale * code + offset; ONNX Runtime's MatMulNBits knows only whole-numbered zero points, so
+// part of the offset is left over. It is the same for all 32 columns of a block, so it meets only the sum of their inputs: with
+// the sums as further columns of x, the left-over offsets become further columns of the same matrix (export/quantise.py).
+//
+// input   x float32 [..., K]
+// output  float32 [..., P + S]: x padded with zeros to P = K rounded up to 32, then the P / 32 sums of its blocks padded to S, a
+//         multiple of 32
+#include "ort/append_block_sums.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "cpu/error.h"
+#include "ort/kernel_io.h"
+#include "ort/session_threads.h"
+
+namespace edgekv::ort {
+namespace {
+
+constexpr int64_t kBlock = 32;
+constexpr int64_t kRowsPerItem = 16;
+
+int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
+
+struct Kernel {
+  const Api* api;
+};
+
+void append(const float* x, int64_t columns, float* y) {
+  const int64_t wide = padded(columns), count = wide / kBlock;
+  memcpy(y, x, columns * sizeof(float));
+  std::fill(y + columns, y + wide + padded(count), 0.0f);
+  for (int64_t b = 0; b < count; ++b) {
+    float lanes[8] = {};
+    for (int64_t i = 0; i < kBlock; ++i) lanes[i % 8] += y[b * kBlock + i];
+    y[wide + b] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+  }
+}
+
+int compute(const Kernel& kernel, KernelContext* context) {
+  Tensor x;
+  if (read_input(kernel.api, context, 0, &x)) return 1;
+  if (x.rank < 1 || x.data == nullptr) return fail("AppendBlockSums: x must have at least one row and one column");
+  const int64_t columns = x.dims[x.rank - 1], rows = x.size() / columns, wide = padded(columns) + padded(padded(columns) / kBlock);
+  int64_t shape[Tensor::kMaxRank];
+  std::copy(x.dims, x.dims + x.rank, shape);
+  shape[x.rank - 1] = wide;
+  void* out;
+  if (make_output(kernel.api, context, 0, shape, x.rank, &out)) return 1;
+  const float* from = static_cast<const float*>(x.data);
+  float* to = static_cast<float*>(out);
+  const auto some = [=](size_t item) {
+    for (int64_t r = int64_t(item) * kRowsPerItem; r < std::min(rows, (int64_t(item) + 1) * kRowsPerItem); ++r)
+      append(from + r * columns, columns, to + r * wide);
+  };
+  const size_t items = size_t((rows + kRowsPerItem - 1) / kRowsPerItem);
+  if (items == 1) {
+    some(0);
+  } else {
+    SessionThreads(kernel.api, context).each(items, some);
+  }
+  return 0;
+}
+
+const CustomOp* make_op() {
+  static CustomOp op = {};
+  op.version = kApiVersion;
+  op.get_name = [](const CustomOp*) { return "AppendBlockSums"; };
+  op.get_execution_provider = [](const CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op.get_input_count = [](const CustomOp*) -> size_t { return 1; };
+  op.get_input_type = [](const CustomOp*, size_t) { return kFloat; };
+  op.get_input_presence = [](const CustomOp*, size_t) { return kRequired; };
+  op.get_input_memory = [](const CustomOp*, size_t) { return kMemoryDefault; };
+  op.get_output_count = [](const CustomOp*) -> size_t { return 1; };
+  op.get_output_type = [](const CustomOp*, size_t) { return kFloat; };
+  op.get_output_presence = [](const CustomOp*, size_t) { return kRequired; };
+  op.create_kernel_v2 = [](const CustomOp*, const Api* api, const KernelInfo*, void** made) -> Status* {
+    *made = new (std::nothrow) Kernel{api};
+    return *made ? nullptr : function<CreateStatus>(api)(kFail, "AppendBlockSums: out of memory");
+  };
+  op.kernel_compute_v2 = [](void* made, KernelContext* context) -> Status* {
+    const Kernel& kernel = *static_cast<const Kernel*>(made);
+    return compute(kernel, context) == 0 ? nullptr : function<CreateStatus>(kernel.api)(kInvalidArgument, error_text());
+  };
+  op.kernel_destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.get_start_version = [](const CustomOp*) { return 1; };
+  op.get_end_version = [](const CustomOp*) { return 1; };
+  op.get_alias_map = [](int**, int**) -> size_t { return 0; };
+  op.release_alias_map = [](int*, int*) {};
+  return &op;
+}
+
+}  // namespace
+
+const CustomOp* append_block_sums() {
+  static const CustomOp* op = make_op();
+  return op;
+}
+
+}  // namespace edgekv::ort
