@@ -1,0 +1,178 @@
+"""Speculative decoding side by side with plain decoding: speed, acceptance and weight traffic by draft length.
+
+    python tools/bench_speculation.py TARGET --draft DRAFT --task code
+    python tools/bench_speculation.py TARGET --draft ngram --task edit
+    python tools/bench_speculation.py TARGET --draft self --prompt-file LONG.txt --prompt-tokens 7900 --tokens 256
+
+DRAFT is what `edgekv run --draft` takes. Tasks are prompts for instruction models: code (write some), edit (change a given
+program), summary (of --prompt-file). Decoding is greedy. All lengths take turns, prompt by prompt and repeat by repeat, so that a
+machine that slows down slows all of them; plain decoding has an engine of its own, loaded as `edgekv run` without --draft does it.
+Speeds are medians over repeats of total tokens / total decoding seconds. --json prints one object.
+
+The pair of which docs/speculation.md tells figures is Qwen2.5-Coder-Instruct, 0.5B for 1.5B, exported from GGUF files:
+
+    edgekv export qwen2.5-coder-1.5b-instruct-q4_k_m.gguf -o target --weights int4 --context 4096
+    edgekv export qwen2.5-coder-0.5b-instruct-q4_k_m.gguf -o draft --weights int4 --context 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgekv import bundle, engine, machine
+from edgekv.generation.adaptive import MAX_GAMMA, AdaptiveLength, FixedLength
+from edgekv.generation.decoders import plain
+from edgekv.generation.drafters.choose import choose
+from edgekv.generation.sampling import Sampler, SamplingOptions
+from edgekv.generation.session import Session
+from edgekv.generation.speculation import Speculation
+from edgekv.generation.speculation_report import SpeculationReport
+from edgekv.generation.template import ChatTemplate
+from edgekv.generation.text import load_tokenizer
+
+CODE = [
+    "Write a Python class for a binary search tree with insert, find, delete and in-order iteration, with type hints and docstrings.",
+    "Write a C function that parses an IPv4 address from a string into four bytes and rejects malformed input. Add a small test program.",
+    "Write a Python script that reads a CSV file of temperatures by city and date and prints the monthly mean per city.",
+    "Implement an LRU cache in Java with O(1) get and put, without LinkedHashMap, and explain it in comments.",
+    "Write a JavaScript function that debounces another function, and one that throttles it, with examples of their use.",
+    "Write a Python function that multiplies two matrices given as lists of lists, checks their shapes, and add unit tests with unittest.",
+]
+EDITED = Path(__file__).resolve().parents[1] / "edgekv" / "budget.py"
+EDITS = [
+    "Rename the class Budget to CacheBudget everywhere and print the complete file again:\n\n```python\n{code}```",
+    "Add the unit TiB to the following file, change nothing else, and print the complete file again:\n\n```python\n{code}```",
+]
+SUMMARY = "Summarise the following text in about ten sentences, quoting its most important sentences word for word.\n\n{text}"
+
+
+@dataclass
+class Result:
+    """Totals of one way of decoding over all prompts of one repeat."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def prompts(arguments: argparse.Namespace, opened: bundle.Bundle, tokenizer) -> list[list[int]]:
+    """Token ids of every prompt."""
+    text = arguments.prompt_file.read_text(encoding="utf-8") if arguments.prompt_file else ""
+    if arguments.task is None:
+        ids = tokenizer.encode(text).ids
+        return [ids[: arguments.prompt_tokens]]
+    if arguments.task == "summary":
+        ids = tokenizer.encode(text, add_special_tokens=False).ids[: arguments.prompt_tokens]
+        questions = [SUMMARY.format(text=tokenizer.decode(ids))]
+    else:
+        questions = CODE if arguments.task == "code" else [edit.format(code=EDITED.read_text()) for edit in EDITS]
+    path = opened.file("chat_template.jinja")
+    if path is None:
+        sys.exit(f"{opened.folder} has no chat template; give --prompt-file without --task")
+    ends = opened.model["eos_token_ids"]
+    template = ChatTemplate(path.read_text(), eos_token=tokenizer.id_to_token(ends[0]) if ends else "")
+    texts = [template.render([{"role": "user", "content": question}]) for question in questions[: arguments.prompts]]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def decode(loaded, prompt: list[int], decoder, count: int, ends: set[int], result: Result) -> list[int]:
+    """Up to `count` tokens behind the prompt; adds to `result` what came after the prompt was read."""
+    session, sampler = Session(loaded), Sampler(SamplingOptions(), loaded.vocab)
+    produced = decoder(session, sampler, session.feed(prompt))
+    first = next(produced)
+    start = time.perf_counter()
+    tokens = [first, *itertools.takewhile(lambda token: token not in ends, itertools.islice(produced, count - 1))]
+    result.seconds += time.perf_counter() - start
+    result.tokens += len(tokens) - 1
+    produced.close()
+    return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--task", choices=["code", "edit", "summary"])
+    parser.add_argument("--prompt-file", type=Path)
+    parser.add_argument("--prompt-tokens", type=int, default=2000, help="of the file")
+    parser.add_argument("--prompts", type=int, default=6, help="most prompts of a task")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens per answer")
+    parser.add_argument("--gammas", default="1,2,3,4,5,6,8", help="fixed lengths beside the adaptive one")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.task in (None, "summary") and not arguments.prompt_file:
+        parser.error("--prompt-file is needed")
+
+    opened = bundle.open_bundle(arguments.target, verify=False)
+    tokenizer = load_tokenizer(opened)
+    choice = choose(arguments.draft, opened, tokenizer, verify=False)
+    texts = prompts(arguments, opened, tokenizer)
+    ends = set() if arguments.ignore_eos else set(opened.model["eos_token_ids"])
+    gammas = [int(gamma) for gamma in arguments.gammas.split(",") if gamma]
+    ways: list[int | None] = [*gammas, None]
+    alone = engine.load(opened, arguments.threads)
+    rows = max([MAX_GAMMA, *gammas]) + 1
+    shared = engine.load(opened, arguments.threads, max_rows=rows, alternating=choice.bundle is not None, beside=choice.bundle)
+    drafter = choice.make(shared)
+
+    times: dict[object, list[Result]] = {way: [] for way in ["plain", *ways]}
+    reports: dict[object, Speculation] = {}
+    differing: dict[object, int] = {way: 0 for way in ways}
+    for repeat in range(arguments.repeats):
+        for way in times:
+            times[way].append(Result())
+        speculations = {
+            way: Speculation(drafter, AdaptiveLength(drafter) if way is None else FixedLength(way), shared.vocab) for way in ways
+        }
+        for index, prompt in enumerate(texts):
+            wanted = decode(alone, prompt, plain, arguments.tokens, ends, times["plain"][repeat])
+            for way in ways:
+                tokens = decode(shared, prompt, speculations[way], arguments.tokens, ends, times[way][repeat])
+                differing[way] += tokens != wanted
+            if sys.stderr.isatty():
+                print(f"\rrepeat {repeat + 1}/{arguments.repeats}, prompt {index + 1}/{len(texts)}", end="", file=sys.stderr)
+        reports = speculations
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+
+    def speed(way) -> float:
+        return statistics.median(result.tokens / result.seconds for result in times[way])
+
+    lines = []
+    for way in ways:
+        told = SpeculationReport.of(reports[way], opened.weight_bytes, way).to_json()
+        lines.append({**told, "tokens_per_second": speed(way), "speedup": speed(way) / speed("plain"), "texts_that_differ": differing[way]})
+    summary = {
+        "target": str(arguments.target), "draft": arguments.draft, "task": arguments.task, "prompts": len(texts),
+        "prompt_tokens": [len(text) for text in texts], "tokens": times["plain"][0].tokens, "repeats": arguments.repeats,
+        "machine": machine.describe(alone.threads), "plain_tokens_per_second": speed("plain"), "lengths": lines,
+    }  # fmt: skip
+    drafter.close(), alone.close(), shared.close()
+    if arguments.json:
+        print(json.dumps(summary))
+        return
+    facts = summary["machine"]
+    print(f"{facts['cpu']}, {facts['threads']} threads, load {facts['load_1min']}")
+    print(f"{arguments.target.name} with {arguments.draft}: {len(texts)} prompts of {int(np.mean(summary['prompt_tokens']))} tokens, "
+          f"{summary['tokens']} tokens decoded, median of {arguments.repeats}; plain {summary['plain_tokens_per_second']:.2f} tokens/s")
+    print("   gamma  tokens/s  speed-up  tokens/step  accepted  weights read  texts that differ")
+    for line in lines:
+        rate = f"{line['acceptance_rate']:.0%}" if line["acceptance_rate"] is not None else "-"
+        gamma = "adaptive" if line["gamma"] is None else line["gamma"]
+        print(f"{gamma:>8} {line['tokens_per_second']:9.2f} {line['speedup']:8.2f}x {line['tokens_per_target_step']:12.2f} {rate:>9} "
+              f"{1 / line['weight_traffic_cut']:12.2f}x {line['texts_that_differ']:10d} of {len(texts) * arguments.repeats}")
+
+
+if __name__ == "__main__":
+    main()
