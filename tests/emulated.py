@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv import layout
+from edgekv.engine.device import CudaRows, CudaStep
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = ROOT / "plugins"
@@ -45,26 +46,6 @@ def build(name: str, sources: list[Path], watched: list[Path], flags: tuple[str,
 
 def watched_sources() -> list[Path]:
     return [p for room in ("cuda", "layout", "emulation") for p in (PLUGINS / room).iterdir() if p.is_file()]
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("row_stride", c_longlong), ("head_stride", c_longlong)]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        ("q", _Rows),
-        ("k", _Rows),
-        ("v", _Rows),
-        ("half", c_int),
-        ("rows", c_int),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("table", c_int),
-        ("table_half", c_int),
-        ("position", c_void_p),
-        ("y", c_void_p),
-    ]
 
 
 def aligned(size: int) -> np.ndarray:
@@ -126,7 +107,7 @@ class EmulatedCache:
             keep.append(x)
             _, second, dim = x.shape
             strides = (dim, second * dim) if heads_first else (second * dim, dim)
-            return _Rows(x.ctypes.data, *strides)
+            return CudaRows(x.ctypes.data, *strides)
 
         def table(x):
             if x is None:
@@ -138,7 +119,7 @@ class EmulatedCache:
         where = np.array([position], np.int64)
         workspace = aligned(self.library.lib.edgekv_cuda_step_workspace(self.packed, len(q)))
         width = 0 if cos is None else cos.shape[-1]
-        step = _Step(
+        step = CudaStep(
             rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, int(half_table), where.ctypes.data, y.ctypes.data
         )
         self.library.check(

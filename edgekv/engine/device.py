@@ -21,6 +21,30 @@ LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libedgekv_trt.so"
 TO_DEVICE, TO_HOST, ON_DEVICE = 0, 1, 2
 
 
+class CudaRows(ctypes.Structure):
+    """EdgekvRows of plugins/cuda/api.h."""
+
+    _fields_ = [("data", c_void_p), ("row_stride", c_longlong), ("head_stride", c_longlong)]
+
+
+class CudaStep(ctypes.Structure):
+    """EdgekvStep of plugins/cuda/api.h."""
+
+    _fields_ = [
+        ("q", CudaRows),
+        ("k", CudaRows),
+        ("v", CudaRows),
+        ("half", c_int),
+        ("rows", c_int),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("table", c_int),
+        ("table_half", c_int),
+        ("position", c_void_p),
+        ("y", c_void_p),
+    ]
+
+
 class Device:
     """One GPU. Raises UserError when the library is missing or cannot be loaded, NativeError when a call fails."""
 
@@ -50,6 +74,8 @@ class Device:
             ("edgekv_graph_launch", c_int, [c_void_p, c_void_p]),
             ("edgekv_graph_destroy", c_int, [c_void_p]),
             ("edgekv_cuda_last_error", c_char_p, []),
+            ("edgekv_cuda_step_workspace", c_longlong, [params, c_int]),
+            ("edgekv_cuda_step", c_int, [params, c_void_p, ctypes.POINTER(CudaStep), c_void_p, c_void_p]),
             ("edgekv_cuda_compact_workspace", c_longlong, [params]),
             ("edgekv_cuda_compact", c_int, [params, c_void_p, c_void_p, c_longlong, c_longlong, c_void_p, c_void_p]),
         ):
@@ -120,6 +146,21 @@ class Device:
 
     def destroy_graph(self, graph: int) -> None:
         self.check(self.lib.edgekv_graph_destroy(graph))
+
+    def step_workspace(self, params: LayerParams, rows: int) -> int:
+        """Bytes of working memory for steps of up to `rows` rows."""
+        return self.lib.edgekv_cuda_step_workspace(params, rows)
+
+    def step(
+        self, params: LayerParams, state: int, q: int, k: int, v: int, rows: int, position: int, y: int, workspace: int, stream: int
+    ) -> None:
+        """Queues one step of one layer outside a model: q, k, v, y float32 [rows, heads, dim], position one int64, all addresses in
+        device memory. Rotation is left to the caller (fused_rotary = 0)."""
+        widths = ((params.q_heads, params.key_dim), (params.kv_heads, params.key_dim), (params.kv_heads, params.value_dim))
+        views = [CudaRows(address, heads * dim, dim) for address, (heads, dim) in zip((q, k, v), widths, strict=True)]
+        step = CudaStep(*views, 0, rows, None, None, 0, 0, position, y)
+        if self.lib.edgekv_cuda_step(params, state, ctypes.byref(step), workspace, stream):
+            raise NativeError(self.lib.edgekv_cuda_last_error().decode())
 
     def compact_workspace(self, params: LayerParams) -> int:
         """Bytes of working memory that a compaction of such a layer needs."""
