@@ -97,6 +97,19 @@ inline void prepare(const Step& s, int head) {
 
 // ---- attend
 
+// Memory that is needed next, brought closer while something else is computed: the values of a tile during its scores, the keys of
+// the next tile during the values. Addresses beyond the planes do no harm.
+struct Ahead {
+  const char* next;
+  const char* end;
+  template <int kBytes>
+  void fetch() {
+    if (next >= end) return;
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    next += kBytes;
+  }
+};
+
 // Running result of one row, in a partial (kernels.h).
 struct RowState {
   float* at;
@@ -107,13 +120,14 @@ struct RowState {
 
 // Scores of R rows against V blocks of 16 keys. keys [V][dim][16], queries [dim][R], out R rows of `stride`.
 template <class E, int R, int V>
-inline void score_blocks(const E* keys, int dim, const float* queries, float* out, int64_t stride) {
+inline void score_blocks(const E* keys, int dim, const float* queries, float* out, int64_t stride, Ahead& ahead) {
   Vec sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = zero();
   for (int d = 0; d < dim; ++d) {
     Vec key[V];
     for (int v = 0; v < V; ++v) key[v] = load(keys + (int64_t(v) * dim + d) * kLanes);
+    ahead.fetch<V * kLanes * int(sizeof(E))>();
     for (int r = 0; r < R; ++r) {
       const Vec q = splat(queries[d * R + r]);
       for (int v = 0; v < V; ++v) sum[r][v] = fma(key[v], q, sum[r][v]);
@@ -124,14 +138,14 @@ inline void score_blocks(const E* keys, int dim, const float* queries, float* ou
 }
 
 template <class E, int R, int V>
-inline void score_tile(const E* keys, int blocks, int dim, const float* queries, float* out, int64_t stride) {
+inline void score_tile(const E* keys, int blocks, int dim, const float* queries, float* out, int64_t stride, Ahead& ahead) {
   while (blocks >= V) {
-    score_blocks<E, R, V>(keys, dim, queries, out, stride);
+    score_blocks<E, R, V>(keys, dim, queries, out, stride, ahead);
     keys += int64_t(V) * dim * kLanes;
     out += V * kLanes;
     blocks -= V;
   }
-  if constexpr (V > 1) score_tile<E, R, V / 2>(keys, blocks, dim, queries, out, stride);
+  if constexpr (V > 1) score_tile<E, R, V / 2>(keys, blocks, dim, queries, out, stride, ahead);
 }
 
 // Turns the scores of one row into weights, in place, and rescales what the row has summed so far. The row sees the slots
@@ -169,7 +183,7 @@ inline void soften(RowState row, float* scores, int first, int last, int lo, int
 // only: row r stops before hi[r], so that what a later token stored never enters an earlier row, not even multiplied by zero.
 template <class E, int R, int N, bool kPartial>
 inline void add_values(const E* values, int64_t stride, int lanes, int begin, int common, int end, const int* hi, const float* weights,
-                       float* sums, int sums_stride) {
+                       float* sums, int sums_stride, Ahead& ahead) {
   Vec sum[R][N];
   auto value = [&](int slot, int n) {
     const E* at = values + slot * stride + n * kLanes;
@@ -183,6 +197,7 @@ inline void add_values(const E* values, int64_t stride, int lanes, int begin, in
   for (int slot = begin; slot < common; ++slot) {
     Vec v[N];
     for (int n = 0; n < N; ++n) v[n] = value(slot, n);
+    ahead.fetch<N * kLanes * int(sizeof(E))>();
     for (int r = 0; r < R; ++r) {
       const Vec w = splat(weights[r * kTile + slot]);
       for (int n = 0; n < N; ++n) sum[r][n] = fma(v[n], w, sum[r][n]);
@@ -203,17 +218,17 @@ inline void add_values(const E* values, int64_t stride, int lanes, int begin, in
 
 template <class E, int R, int N>
 inline void add_value_tile(const E* values, int64_t stride, int dims, int begin, int common, int end, const int* hi,
-                           const float* weights, float* sums, int sums_stride) {
+                           const float* weights, float* sums, int sums_stride, Ahead& ahead) {
   while (dims >= N * kLanes) {
-    add_values<E, R, N, false>(values, stride, kLanes, begin, common, end, hi, weights, sums, sums_stride);
+    add_values<E, R, N, false>(values, stride, kLanes, begin, common, end, hi, weights, sums, sums_stride, ahead);
     values += N * kLanes;
     sums += N * kLanes;
     dims -= N * kLanes;
   }
   if constexpr (N > 1)
-    add_value_tile<E, R, N / 2>(values, stride, dims, begin, common, end, hi, weights, sums, sums_stride);
+    add_value_tile<E, R, N / 2>(values, stride, dims, begin, common, end, hi, weights, sums, sums_stride, ahead);
   else if (dims > 0)
-    add_values<E, R, 1, true>(values, stride, dims, begin, common, end, hi, weights, sums, sums_stride);
+    add_values<E, R, 1, true>(values, stride, dims, begin, common, end, hi, weights, sums, sums_stride, ahead);
 }
 
 // Vectors per row that keep the running sums of R rows in registers.
@@ -229,6 +244,7 @@ struct Tile {
   const E *keys, *values;
   int key_dim, value_dim, size;
   float softcap;
+  bool fetched;  // an earlier block of rows has brought the tile into the cache
 };
 
 template <class E, int R>
@@ -246,8 +262,13 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
   if (common < begin) common = begin;
   alignas(64) float scores[R * kTile];
   const int first = begin / kLanes, last = (end + kLanes - 1) / kLanes;
+  auto bytes = [](const E* from, int count) {
+    const char* at = reinterpret_cast<const char*>(from);
+    return Ahead{at, at + size_t(count) * sizeof(E)};
+  };
+  Ahead ahead = bytes(tile.values, tile.fetched ? 0 : tile.size * tile.value_dim);
   score_tile<E, R, vectors_for(R)>(tile.keys + int64_t(first) * tile.key_dim * kLanes, last - first, tile.key_dim, queries,
-                                   scores + first * kLanes, kTile);
+                                   scores + first * kLanes, kTile, ahead);
   for (int r = 0; r < R; ++r) {
     if (limit[r] > 0) {
       soften({partial + int64_t(r) * stride, width}, scores + r * kTile, first, last, lo[r], limit[r], tile.softcap);
@@ -255,7 +276,9 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
       std::memset(scores + r * kTile, 0, kTile * sizeof(float));
     }
   }
-  add_value_tile<E, R, vectors_for(R)>(tile.values, tile.value_dim, tile.value_dim, begin, common, end, limit, scores, partial, stride);
+  ahead = bytes(tile.keys + kTile * tile.key_dim, tile.fetched ? 0 : kTile * tile.key_dim);
+  add_value_tile<E, R, vectors_for(R)>(tile.values, tile.value_dim, tile.value_dim, begin, common, end, limit, scores, partial, stride,
+                                       ahead);
 }
 
 template <class E, int R>
@@ -319,8 +342,8 @@ void attend_slots(const Step& s, int head, int first, int count, bool tail, int 
   for (int at = begin; at < highest; at += kTile) {
     const int size = highest - at < kTile ? highest - at : kTile;
     if (at + size <= lowest) continue;
-    const Tile<E> tile = {keys + int64_t(at) * p.key_dim, values + int64_t(at) * p.value_dim, p.key_dim, p.value_dim, size, p.softcap};
     for (int r = 0; r < count; r += kRowBlock) {
+      const Tile<E> tile = {keys + int64_t(at) * p.key_dim, values + int64_t(at) * p.value_dim, p.key_dim, p.value_dim, size, p.softcap, r > 0};
       const int rows = count - r < kRowBlock ? count - r : kRowBlock;
       int from[kRowBlock], to[kRowBlock];
       for (int i = 0; i < rows; ++i) from[i] = lo[r + i] - at, to[i] = hi[r + i] - at;

@@ -17,8 +17,9 @@ __attribute__((noinline)) void observe_block(const Compaction& c, int head, cons
   const int body_blocks = (c.body_count + kLanes - 1) / kLanes, tail_blocks = c.tail_count / kLanes, tail_at = body_blocks * kLanes;
   const E* body = reinterpret_cast<const E*>(c.state.body_k) + int64_t(head) * p.body_slots * p.key_dim;
   const E* tail = reinterpret_cast<const E*>(c.state.tail_k) + int64_t(head) * p.tail_slots * p.key_dim;
-  score_tile<E, R, vectors_for(R)>(body, body_blocks, p.key_dim, queries, work, stride);
-  score_tile<E, R, vectors_for(R)>(tail, tail_blocks, p.key_dim, queries, work + tail_at, stride);
+  Ahead nothing_ahead = {nullptr, nullptr};
+  score_tile<E, R, vectors_for(R)>(body, body_blocks, p.key_dim, queries, work, stride, nothing_ahead);
+  score_tile<E, R, vectors_for(R)>(tail, tail_blocks, p.key_dim, queries, work + tail_at, stride, nothing_ahead);
 
   const int32_t* positions = c.state.body_pos + int64_t(head) * p.body_slots;
   const Vec nothing = splat(kNothing);
