@@ -49,6 +49,18 @@ def ghost(config: PretrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
+def fit_head(model: PreTrainedModel, rows: int, hollow: bool = False) -> None:
+    """Replaces the output layer by one with `rows` outputs; hollow: without memory, as the models of `checkpoint.ghost`."""
+    old = model.get_output_embeddings()
+    columns, bias = old.weight.shape[1], getattr(old, "bias", None) is not None
+    head = torch.nn.Linear(columns, rows, bias=bias, device="meta" if hollow else None)
+    if hollow:
+        for name, parameter in list(head._parameters.items()):
+            if parameter is not None:
+                head._parameters[name] = torch.nn.Parameter(torch.zeros(1).expand(parameter.shape), requires_grad=False)
+    model.set_output_embeddings(head)
+
+
 class Checkpoint:
     """Tensors of a directory of .safetensors files, by the names of the file."""
 

@@ -16,6 +16,7 @@ from edgekv.errors import UserError
 from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, trace, write
 from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
+from edgekv.generation.text import DRAFT_TOKENS
 from edgekv.geometry import LayerGeometry
 from edgekv.policy import Budget, CachePolicy, Plan, format_bytes, plan
 
@@ -43,7 +44,11 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
 
     report(stage, done, total) is told what is going on; done and total are None while a stage cannot count.
     """
-    source = load.find(model, lambda text: report(f"loading: {text}", None, None))
+    return export_source(load.find(model, lambda text: report(f"loading: {text}", None, None)), target, options, report)
+
+
+def export_source(source: load.Source, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
+    """The same for a model that was found."""
     context = rope.choose_context(source.config, options.context)
     if options.check_parity:
         parity.check_memory(source)
@@ -71,6 +76,8 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
         _check_disk(partial, write.external_bytes(traced) + len(source.tokenizer), target)
         write.write(traced, partial, lambda done, total: report("writing weights", done, total))
         (partial / "tokenizer.json").write_text(source.tokenizer, encoding="utf-8")
+        if source.token_ids is not None:
+            (partial / DRAFT_TOKENS).write_bytes(source.token_ids.astype("<i4").tobytes())
         if source.chat_template:
             (partial / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
@@ -93,6 +100,8 @@ def _build(source: load.Source) -> Any:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot build {source.name} ({source.config.model_type}) as a causal language model: {reason}") from None
     refuse.check_model(model)
+    if source.token_ids is not None:
+        checkpoint.fit_head(model, len(source.token_ids), hollow=True)
     return model
 
 

@@ -25,6 +25,7 @@ class Source:
     """A model that was found: its directory, configuration and checkpoint (weights are not read yet).
 
     tokenizer  text of tokenizer.json; chat_template text or None; generation default sampling options
+    token_ids  int64 [K] for a draft whose output layer has K of the tokens only, else None
     """
 
     name: str
@@ -36,6 +37,7 @@ class Source:
     bos_token_id: int | None
     eos_token_ids: list[int]
     generation: dict[str, float]
+    token_ids: Any = None
 
 
 def find(model: str, note: Callable[[str], None] = lambda text: None) -> Source:

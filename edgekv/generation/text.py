@@ -10,13 +10,19 @@ from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
 
 TOKENIZER = "tokenizer.json"
+DRAFT_TOKENS = "draft_tokens.bin"  # in a draft with a shortened output layer: little-endian int32 per row, the token it stands for
 _CONTEXT = 8  # prompt tokens before the answer that decide whether its first word starts with a space
 _MOST_HELD = 8  # tokens held back for an incomplete character: UTF-8 needs four bytes, hence four tokens at most
 _REPLACEMENT = "\ufffd"
 
 
-def load_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The bundle's tokenizer, without truncation or padding; raises BundleError when the file is missing or unreadable."""
+def load_tokenizer(bundle: Bundle, draft: bool = False) -> Tokenizer:
+    """The bundle's tokenizer, without truncation or padding; raises BundleError when the file is missing or unreadable.
+
+    draft  accept a bundle that gives logits for some of the tokens only, and can do nothing but draft
+    """
+    if bundle.file(DRAFT_TOKENS) is not None and not draft:
+        raise BundleError(f"{bundle.folder} is a draft, which knows only some tokens; run its target with --draft {bundle.folder}.")
     path = bundle.file(TOKENIZER)
     if path is None:
         raise BundleError(f"{bundle.folder} has no {TOKENIZER}; export the bundle again from a model that has a tokenizer.")
@@ -28,7 +34,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
         raise
     except BaseException as error:  # a panic in the Rust library is no Exception
         raise BundleError(f"{path} is not a readable tokenizer: {error}; export the bundle again.") from None
-    if tokenizer.get_vocab_size() > bundle.model["vocab"]:
+    if tokenizer.get_vocab_size() > bundle.model["vocab"] and not draft:
         raise BundleError(
             f"{path} knows {tokenizer.get_vocab_size()} tokens but the model only {bundle.model['vocab']}; "
             "the tokenizer belongs to another model."

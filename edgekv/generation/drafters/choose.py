@@ -44,7 +44,7 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
     if not Path(spec).exists():
         raise UserError(f"--draft takes ngram, self, self:WINDOW or the folder of a bundle; there is nothing at {spec}.")
     draft = open_bundle(spec, verify)
-    difference = first_difference(tokenizer, load_tokenizer(draft))
+    difference = first_difference(tokenizer, load_tokenizer(draft, draft=True))
     if difference:
         raise UserError(f"{spec} cannot draft for {target.folder}: {difference}. Use a draft with the same tokenizer, or --draft ngram.")
     token_ids = read_token_ids(draft, target.model["vocab"])

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
+from edgekv.generation.text import DRAFT_TOKENS
 
-TOKEN_IDS = "draft_tokens.bin"  # in a draft with a trimmed head: little-endian int32 per row of its logits, the target's token
 _PARTS = ("normalizer", "pre_tokenizer")
 
 
@@ -59,7 +59,7 @@ def read_token_ids(bundle: Bundle, vocab: int) -> np.ndarray | None:
 
     vocab  tokens of the target.  Raises BundleError when the file does not fit.
     """
-    path = bundle.file(TOKEN_IDS)
+    path = bundle.file(DRAFT_TOKENS)
     if path is None:
         return None
     rows = bundle.model["vocab"]
