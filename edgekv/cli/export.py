@@ -32,9 +32,14 @@ from edgekv.errors import UserError
 @click.option("--context", type=click.IntRange(1), help="Positions the bundle may use, at most the model's own.")
 @click.option("--parity/--no-parity", default=True, show_default=True, help="Compare the bundle's logits with the original model's.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
-def command(model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None, chunk: int | None,
-            parity: bool, force: bool, **cache) -> None:  # fmt: skip
-    """Exports MODEL (a Hugging Face directory, a hub id or a .gguf file) to a bundle that runs inside a fixed cache budget."""
+@click.pass_context
+def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None,
+            chunk: int | None, parity: bool, force: bool, **cache) -> None:  # fmt: skip
+    """Exports MODEL to a bundle that runs inside a fixed cache budget.
+
+    MODEL is a Hugging Face directory, a hub id or a .gguf file. It may also be a bundle: then only its cache is made anew, in
+    seconds, and the weights are shared.
+    """
     from edgekv.policy import CachePolicy, parse_budget
 
     policy = CachePolicy(keep=keep, element=cache.pop("kv_type"), **cache)
@@ -43,12 +48,18 @@ def command(model: str, target: Path, keep: str, kv_budget: str | None, weights:
         raise UserError(f"--keep {keep} needs --kv-budget, for example --kv-budget 2MiB, 1024tok or 25%.")
     if chunk is not None and policy.boundary is not None and chunk > policy.boundary:
         raise UserError(f"--chunk {chunk} is longer than --boundary {policy.boundary}; a block of tokens never crosses a boundary.")
+    if (Path(model) / "manifest.json").is_file() and any(
+        ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT for name in ("weights", "context")
+    ):
+        raise UserError(f"{model} is a bundle: its weights and context are what they are; leave out --weights and --context.")
     _run(model, target, {"policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force})  # fmt: skip
 
 
 def _run(model: str, target: Path, options: dict) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from edgekv import bundle as bundles
 
     console = Console(stderr=True, highlight=False)
     start = time.monotonic()
@@ -64,9 +75,13 @@ def _run(model: str, target: Path, options: dict) -> None:
                 task, current = progress.add_task(stage, total=total), stage
             progress.update(task, total=total, completed=done or 0)
 
-        from edgekv.export.exporter import Options, export
+        from edgekv.export import exporter, replan
 
-        made = export(model, target, Options(**options), report)
+        if replan.is_bundle(model):
+            del options["weights"], options["context"]
+            made = replan.replan(bundles.open_bundle(model), target, **options, report=report)
+        else:
+            made = exporter.export(model, target, exporter.Options(**options), report)
         progress.update(task, total=1, completed=1)
     _summary(console, made, time.monotonic() - start)
 
