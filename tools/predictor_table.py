@@ -14,7 +14,7 @@ import yaml
 
 from edgekv.memory import profiles
 from edgekv.memory.model import shape_from_config
-from edgekv.memory.predictor import CLASSES, step_time
+from edgekv.memory.predictor import CLASSES, Work, step_time
 from edgekv.memory.weights import WeightFormat
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "memory" / "data"
@@ -38,7 +38,7 @@ def rows():
             "bytes": weights + cache,
             "peak": device.peak_gbps * 1e9,
             "measured": 1 / entry["tokens_per_second"],
-            "predicted": step_time(device, weights, cache, rates=cls).total,
+            "predicted": step_time(device, Work(weights, cache), cls).total,
         }
 
 

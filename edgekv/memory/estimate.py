@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from edgekv.memory.model import ModelShape, rows_per_step_flops
-from edgekv.memory.predictor import PrefillTime, StepTime, prefill_time, step_time
+from edgekv.memory.predictor import PrefillTime, StepTime, Work, prefill_time, step_time
 from edgekv.memory.profiles import Profile
 from edgekv.memory.residency import dram_saving, hit_rate
 from edgekv.memory.traffic import step_traffic
-from edgekv.memory.weights import WeightFormat, resident
+from edgekv.memory.weights import WeightFormat, resident, streamed_bytes
 from edgekv.policy import Plan
 
 KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
@@ -51,7 +51,7 @@ def step_bytes(shape: ModelShape, weights: WeightFormat, cache: Plan, position: 
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]
     rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
-    return StepBytes(weights.step_bytes(shape), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
+    return StepBytes(streamed_bytes(shape, weights), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
 
 
 def _effective_window(params: dict) -> int:
@@ -121,11 +121,13 @@ class Decode:
 
 def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, position: int, persisting: bool = True) -> Decode:
     """The step after `position` tokens. UserError when the profile lacks the bandwidth."""
-    moved = step_bytes(shape, resident(weights, profile.data["decode_on"]), cache, position)
+    held = resident(weights, profile.data["decode_on"])
+    moved = step_bytes(shape, held, cache, position)
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
     from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
-    return Decode(position, moved, stay, step_time(profile, moved.weights * (1.0 - weight_hit), from_dram))
+    work = Work(moved.weights * (1.0 - weight_hit), from_dram, held.name, cache.policy.element, len(shape.layers))
+    return Decode(position, moved, stay, step_time(profile, work))
 
 
 def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, tokens: int, chunk: int = 256) -> PrefillTime:
@@ -134,5 +136,6 @@ def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Prof
     starts = range(0, tokens, chunk)
     held = min(cache.capacity, tokens)
     flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
-    moved = step_bytes(shape, resident(weights, profile.data["decode_on"]), cache, held // 2)
-    return prefill_time(profile, flops, len(starts), moved.weights + moved.kv_read)
+    kept = resident(weights, profile.data["decode_on"])
+    moved = step_bytes(shape, kept, cache, held // 2)
+    return prefill_time(profile, flops, len(starts), Work(moved.weights, moved.kv_read, kept.name, cache.policy.element, len(shape.layers)))

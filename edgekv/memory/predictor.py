@@ -41,12 +41,11 @@ class StepTime:
     overhead: float
     weights: float
     cache: float
-    other: float
     basis: str
 
     @property
     def total(self) -> float:
-        return self.overhead + self.weights + self.cache + self.other
+        return self.overhead + self.weights + self.cache
 
     @property
     def limit(self) -> str:
@@ -55,31 +54,44 @@ class StepTime:
             "fixed cost per step": self.overhead,
             "reading the weights": self.weights,
             "reading the KV cache": self.cache,
-            "activations and logits": self.other,
         }
         return max(parts, key=parts.get)
 
 
-def step_time(profile: Profile, weight_bytes: float, cache_bytes: float, other_bytes: float = 0.0, rates: str | None = None) -> StepTime:
-    """Time of a decode step that moves these bytes from and to DRAM. `rates` names a class; default by the device.
+@dataclass(frozen=True)
+class Work:
+    """What a decode step has to do: bytes from DRAM, and what decides at which rate they come."""
+
+    weight_bytes: float
+    cache_bytes: float
+    weights: str = "int4"  # format in memory: int4, int8 or fp32
+    element: str = "fp16"  # of the cache
+    layers: int = 0
+
+
+def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTime:
+    """Time of a decode step. `rates` names a class of runtimes; default by the device, or its calibration where it has one.
 
     UserError when the profile does not know the device's bandwidth.
     """
     measured = profile.data.get("calibration")
     if measured and rates is None:
-        values = [measured[name]["value"] for name in ("step_overhead", "weight_rate", "kv_rate")]
-        if None not in values:
-            overhead, weight_rate, cache_rate = values
-            basis = f"rates measured on this device: {weight_rate:g} GB/s weights, {cache_rate:g} GB/s KV, {overhead:g} us per step"
-            other = other_bytes / (weight_rate * 1e9)
-            return StepTime(overhead / 1e6, weight_bytes / (weight_rate * 1e9), cache_bytes / (cache_rate * 1e9), other, basis)
+        figures = [measured["step_overhead"], measured["layer_overhead"], measured["weight_rate"].get(work.weights), measured["kv_rate"][work.element]]
+        if all(figure and figure["value"] for figure in figures[2:]) and None not in (figures[0]["value"], figures[1]["value"]):
+            call, layer, weight_rate, cache_rate = (figure["value"] for figure in figures)
+            basis = (
+                f"rates measured on this device: {weight_rate:g} GB/s {work.weights} weights, {cache_rate:g} GB/s {work.element} KV, "
+                f"{call:g} us per step and {layer:g} us per layer"
+            )
+            overhead = (call + layer * work.layers) / 1e6
+            return StepTime(overhead, work.weight_bytes / (weight_rate * 1e9), work.cache_bytes / (cache_rate * 1e9), basis)
     cls = CLASSES[rates or profile.data["decode_on"]]
     peak = profile.peak_gbps
     if peak is None:
         raise UserError(f"The memory bandwidth of {profile.name} is unknown; run `edgekv devices detect` on the device.")
     rate = cls.efficiency * peak * 1e9
     basis = f"t0 {cls.step_ms:g} ms, {cls.efficiency:.0%} of {peak:.4g} GB/s (fitted to {cls.origin})"
-    return StepTime(cls.step_ms / 1e3, weight_bytes / rate, cache_bytes / rate, other_bytes / rate, basis)
+    return StepTime(cls.step_ms / 1e3, work.weight_bytes / rate, work.cache_bytes / rate, basis)
 
 
 @dataclass(frozen=True)
@@ -90,13 +102,13 @@ class PrefillTime:
     basis: str
 
 
-def prefill_time(profile: Profile, flops: float, chunks: int, chunk_bytes: float, bits: int = 16) -> PrefillTime:
-    """Prefill of a prompt in `chunks` steps, `flops` operations in all, each chunk reading chunk_bytes (weights, cache).
+def prefill_time(profile: Profile, flops: float, chunks: int, chunk: Work, bits: int = 16) -> PrefillTime:
+    """Prefill of a prompt in `chunks` steps, `flops` operations in all, each of which moves the bytes of `chunk`.
 
     The slower of arithmetic and memory decides per chunk. Measured rates are used when the profile has them.
     """
     measured = profile.data.get("calibration")
-    memory = chunks * step_time(profile, chunk_bytes, 0).total
+    memory = chunks * step_time(profile, chunk).total
     if measured and measured["prefill_rate"]["value"]:
         rate = measured["prefill_rate"]["value"] * 1e12
         return PrefillTime(max(flops / rate, memory), f"arithmetic rate measured on this device, {rate / 1e9:.0f} GFLOP/s")

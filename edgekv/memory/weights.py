@@ -47,6 +47,15 @@ FORMATS = {
 BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
 
+def streamed_bytes(shape: ModelShape, weights: WeightFormat) -> int:
+    """Weight bytes of a decode step; of a bundle, the share of its real files, whatever exactly they hold."""
+    if shape.bundle is None:
+        return weights.step_bytes(shape)
+    stored = weight_format(str(shape.bundle.manifest.get("weights", {}).get("format", weights.name)))
+    share = stored.step_bytes(shape) / stored.stored_bytes(shape)
+    return round(shape.bundle.weight_bytes * share * weights.bits / stored.bits)
+
+
 def resident(stored: WeightFormat, decode_on: str) -> WeightFormat:
     """The format that matrices have in memory while running: ONNX Runtime widens fp16 to fp32 on the CPU."""
     return FORMATS["fp32"] if stored.name == "fp16" and decode_on == "cpu" else stored

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from edgekv.errors import UserError
 from edgekv.memory import profiles
-from edgekv.memory.predictor import CLASSES, prefill_time, step_time
+from edgekv.memory.predictor import CLASSES, Work, prefill_time, step_time
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "predictor_table.py"))
 ROWS = list(TABLE["rows"]())
@@ -47,7 +48,7 @@ def test_constants_are_the_fit(cls):
 def test_unstated_power_mode_fits_the_15_watt_mode():
     """What the outliers' note says: at the clocks of 15W the same predictor is within 20 percent."""
     for row in (r for r in ROWS if r["device"] == "orin-nano-8gb" and r["runtime"] == "Edge-LLM"):
-        seconds = step_time(profiles.load("orin-nano-8gb:15W"), row["bytes"], 0).total
+        seconds = step_time(profiles.load("orin-nano-8gb:15W"), Work(row["bytes"], 0)).total
         assert abs(row["measured"] / seconds - 1) < 0.2
 
 
@@ -60,28 +61,35 @@ def test_emc_load_of_a_published_run_agrees_with_the_bytes_counted():
 
 def test_limit_names_what_takes_the_time():
     nano = profiles.load("orin-nano-8gb")
-    assert step_time(nano, 4e9, 1e8).limit == "reading the weights"
-    assert step_time(nano, 1e8, 4e9).limit == "reading the KV cache"
-    assert step_time(nano, 1e7, 1e6).limit == "fixed cost per step"
+    assert step_time(nano, Work(4e9, 1e8)).limit == "reading the weights"
+    assert step_time(nano, Work(1e8, 4e9)).limit == "reading the KV cache"
+    assert step_time(nano, Work(1e7, 1e6)).limit == "fixed cost per step"
 
 
 def test_unknown_rates_are_said_not_invented():
-    assert prefill_time(profiles.load("raspberry-pi-5"), 1e12, 1, 1e9).seconds is None
+    assert prefill_time(profiles.load("raspberry-pi-5"), 1e12, 1, Work(1e9, 0)).seconds is None
     thor = profiles.load("agx-thor")
-    assert "assuming" in prefill_time(thor, 1e12, 1, 1e9).basis
+    assert "assuming" in prefill_time(thor, 1e12, 1, Work(1e9, 0)).basis
     data = dict(thor.data)
     data["memory"] = {**data["memory"], "bandwidth": {"value": None, "unit": "GB/s", "source": "nobody", "confidence": "unknown"}}
     with pytest.raises(UserError, match="bandwidth of agx-thor is unknown"):
-        step_time(profiles.Profile(data), 1e9, 0)
+        step_time(profiles.Profile(data), Work(1e9, 0))
 
 
 def test_calibration_of_a_profile_replaces_the_fit():
     def figure(value, unit):
-        return {"value": value, "unit": unit, "source": "stream test on this machine", "confidence": "measured"}
+        return {"value": value, "unit": unit, "source": "stream test on this machine", "confidence": "measured" if value is not None else "unknown"}
 
     data = dict(profiles.load("n150").data)
-    data["calibration"] = {"step_overhead": figure(500, "us"), "weight_rate": figure(20, "GB/s"), "kv_rate": figure(10, "GB/s"),
-                           "prefill_rate": figure(0.2, "TOP/s")}  # fmt: skip
-    time = step_time(profiles.Profile(data), 1e9, 1e8)
-    assert time.total == pytest.approx(0.0005 + 0.05 + 0.01)
-    assert prefill_time(profiles.Profile(data), 1e12, 4, 1e8).seconds == pytest.approx(5.0)
+    data["calibration"] = {
+        "step_overhead": figure(500, "us"),
+        "layer_overhead": figure(10, "us"),
+        "weight_rate": {"int4": figure(20, "GB/s"), "int8": figure(25, "GB/s"), "fp32": figure(None, "GB/s")},
+        "kv_rate": {"fp16": figure(10, "GB/s"), "fp32": figure(15, "GB/s")},
+        "prefill_rate": figure(0.2, "TOP/s"),
+    }
+    profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
+    assert step_time(profile, Work(1e9, 1e8, layers=20)).total == pytest.approx(0.0005 + 20 * 1e-5 + 0.05 + 0.01)
+    assert step_time(profile, Work(1e9, 1e8, "int8", "fp32")).total == pytest.approx(0.0005 + 0.04 + 1e8 / 15e9)
+    assert "fitted" in step_time(profile, Work(1e9, 1e8, "fp32")).basis  # no rate was measured for it
+    assert prefill_time(profile, 1e12, 4, Work(1e8, 0)).seconds == pytest.approx(5.0)

@@ -1,0 +1,165 @@
+"""Rates of this machine for edgekv's own kernels: what a predicted step time is made of.
+
+    step = step_overhead + layers x layer_overhead + weight bytes / weight_rate + KV bytes / kv_rate
+
+Each is timed alone on small graphs made here, never on the model that is to be predicted: a decoder of tiny layers for the
+overheads, a chain of large matrices that no cache holds for the weight rates, the attention kernel on caches that no cache holds
+for the KV rates, and a block of many rows for the arithmetic rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from edgekv import layout, machine, native
+from edgekv.memory.micrograph import Graph
+
+MICROSOFT = "com.microsoft"
+BLOCK = 32
+BITS = {"int4": 4, "int8": 8}
+WIDE, NARROW = 2048, 768  # of the matrices whose rate is timed: about those of models of 0.1 to 1 billion parameters
+
+
+def seconds(call: Callable[[], Any], least: float = 0.5, calls: int = 5) -> float:
+    """Median time of a call in its quieter half: over at least `calls` calls and `least` seconds, after one that warms up."""
+    call()
+    times = []
+    while len(times) < calls or sum(times) < least:
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(sorted(times)[: max(1, len(times) // 2)])
+
+
+class _Session:
+    """An ONNX Runtime session of a micrograph, run as the engine runs a bundle's graph: bound inputs and outputs."""
+
+    def __init__(self, graph: Graph, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray], threads: int):
+        import onnxruntime as ort
+
+        from edgekv.engine.onnxruntime import session_options
+
+        self._session = ort.InferenceSession(graph.model(), session_options(threads), providers=["CPUExecutionProvider"])
+        self._binding, self._kept = self._session.io_binding(), (inputs, outputs)
+        for name, array in inputs.items():
+            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in outputs.items():
+            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+    def __call__(self) -> None:
+        self._session.run_with_iobinding(self._binding)
+
+
+def _matrix(graph: Graph, x: str, outputs: int, inputs: int, weights: str, random: np.random.Generator) -> tuple[str, int]:
+    """A linear layer in a weight format; returns its output and the bytes of its weights."""
+    if weights in BITS:
+        bits, blocks = BITS[weights], inputs // BLOCK
+        codes = random.integers(0, 256, (outputs, blocks, BLOCK * bits // 8), dtype=np.uint8)
+        scales = np.full((outputs, blocks), 1e-3, np.float32)
+        zeros = np.full((outputs, blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)
+        names = [graph.constant(part) for part in (codes, scales, zeros)]
+        y = graph.node("MatMulNBits", [x, *names], domain=MICROSOFT, K=inputs, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=4)
+        return y, codes.nbytes + scales.nbytes + zeros.nbytes
+    matrix = random.standard_normal((inputs, outputs), np.float32) * 0.01
+    return graph.node("MatMul", [x, graph.constant(matrix)]), matrix.nbytes
+
+
+def weight_seconds(weights: str, total: int, threads: int, rows: int = 1) -> tuple[float, int, int]:
+    """(seconds, weight bytes, multiply-adds) of a chain of WIDE x NARROW matrices of about `total` bytes on `rows` rows."""
+    graph, random = Graph(), np.random.default_rng(0)
+    x, moved, count = graph.input("x", np.float32, [1, rows, NARROW]), 0, 0
+    while moved < total:
+        x, up = _matrix(graph, x, WIDE, NARROW, weights, random)
+        x, down = _matrix(graph, x, NARROW, WIDE, weights, random)
+        moved, count = moved + up + down, count + 2
+    graph.node("Identity", [x], ["y"])
+    graph.output("y", np.float32, [1, rows, NARROW])
+    run = _Session(graph, {"x": np.ones((1, rows, NARROW), np.float32)}, {"y": np.empty((1, rows, NARROW), np.float32)}, threads)
+    return seconds(run), moved, count * WIDE * NARROW * rows
+
+
+def decoder_seconds(layers: int, threads: int) -> float:
+    """A decode step of a model whose layers are as small as they can be: what is left is overhead."""
+    hidden, heads, dim = 64, 4, 16
+    graph, random = Graph(), np.random.default_rng(0)
+    params = layout.complete({"q_heads": heads, "kv_heads": 2, "key_dim": dim, "value_dim": dim, "body_slots": 16, "tail_slots": 16, "scale": 0.25})
+    size = layout.state_bytes(params)
+    x = graph.input("x", np.float32, [1, 1, hidden])
+    position = graph.input("position", np.int64, [1])
+    inputs, outputs = {"x": np.ones((1, 1, hidden), np.float32), "position": np.zeros(1, np.int64)}, {}
+    ones = graph.constant(np.ones(hidden, np.float32))
+    attributes = {name: float(params[name]) if code == "f" else int(params[name]) for name, code, _ in layout.FIELDS}
+    for index in range(layers):
+        state = native.new_state(native.LayerParams(**params)).view(np.int8)
+        graph.input(f"s{index}", np.int8, [size])
+        graph.output(f"t{index}", np.int8, [size])
+        inputs[f"s{index}"] = outputs[f"t{index}"] = state
+        normed = graph.node("SimplifiedLayerNormalization", [x, ones], axis=-1, epsilon=1e-5)
+        q, k, v = (_matrix(graph, normed, width, hidden, "int4", random)[0] for width in (heads * dim, 2 * dim, 2 * dim))
+        y = graph.node("BoundedCacheAttention", [q, k, v, position, f"s{index}"], [f"a{index}", f"t{index}"], "edgekv", **attributes)
+        x = graph.node("Add", [x, _matrix(graph, y, hidden, heads * dim, "int4", random)[0]])
+        normed = graph.node("SimplifiedLayerNormalization", [x, ones], axis=-1, epsilon=1e-5)
+        gate, up = (_matrix(graph, normed, 2 * hidden, hidden, "int4", random)[0] for _ in range(2))
+        gated = graph.node("Mul", [graph.node("Mul", [gate, graph.node("Sigmoid", [gate])]), up])
+        x = graph.node("Add", [x, _matrix(graph, gated, hidden, 2 * hidden, "int4", random)[0]])
+    graph.node("Identity", [x], ["y"])
+    graph.output("y", np.float32, [1, 1, hidden])
+    outputs["y"] = np.empty((1, 1, hidden), np.float32)
+    return seconds(_Session(graph, inputs, outputs, threads))
+
+
+def cache_seconds(element: str, total: int, threads: int, depth: int = 4096, group: int = 3, dim: int = 64) -> tuple[float, int]:
+    """(seconds, KV bytes) of one-row attention over full bodies of `depth` tokens, as many layers as `total` bytes need."""
+    heads = 4
+    params = layout.complete({
+        "q_heads": heads * group, "kv_heads": heads, "key_dim": dim, "value_dim": dim, "body_slots": depth, "tail_slots": 16,
+        "element": layout.ELEMENTS[element], "scale": 0.1,
+    })  # fmt: skip
+    struct = native.LayerParams(**params)
+    moved = heads * 2 * dim * layout.element_bytes(params) * (depth + 1)
+    states = []
+    for _ in range(max(1, -(-total // moved))):
+        states.append(native.new_state(struct))
+        view = layout.StateView(params, states[-1])
+        view.body_pos[:] = np.arange(depth)
+        view.body_k[:], view.body_v[:] = 0.1, 0.1
+        view.header["body_count"] = view.header["tail_base"] = view.header["rank_base"] = depth
+    q, k = np.ones((1, heads * group, dim), np.float32), np.ones((1, heads, dim), np.float32)
+
+    def step() -> None:
+        for state in states:
+            native.attend(struct, q, k, k, depth, state, threads=threads)
+
+    return seconds(step), moved * len(states)
+
+
+def calibrate(last_level_bytes: int, threads: int | None = None) -> dict[str, Any]:
+    """The `calibration` section of a profile; about 20 seconds. last_level_bytes: of the last cache, which must not help."""
+    from edgekv.memory.detect import figure
+
+    threads = threads or machine.default_threads()
+    total = min(max(3 * last_level_bytes, 48 << 20), 256 << 20, machine.available_memory() // 8)
+    few, many = decoder_seconds(4, threads), decoder_seconds(24, threads)
+    layer = max((many - few) / 20, 0.0)
+    source = f"timed on this machine with {threads} threads, ONNX Runtime and edgekv's kernels ({native.isa()}), load {machine.load():.2f}"
+    rates = {}
+    for weights in ("int4", "int8", "fp32"):
+        took, moved, _ = weight_seconds(weights, total, threads)
+        rates[weights] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
+    cache = {}
+    for element in ("fp16", "fp32"):
+        took, moved = cache_seconds(element, total, threads)
+        cache[element] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
+    took, _, products = weight_seconds("int4", 4 << 20, threads, rows=256)
+    return {
+        "step_overhead": figure(round(max(few - 4 * layer, 0.0) * 1e6, 1), "us", source, "measured"),
+        "layer_overhead": figure(round(layer * 1e6, 1), "us", source, "measured"),
+        "weight_rate": rates,
+        "kv_rate": cache,
+        "prefill_rate": figure(round(2 * products / took / 1e12, 4), "TOP/s", source, "measured"),
+    }
