@@ -7,6 +7,7 @@ A bundle is made for ONNX Runtime, whose contrib operators (MatMulNBits, GatherB
   MatMulNBits, 4 bits     DequantizeLinear of int4 blocks and a MatMul. TensorRT's int4 has no zero point, so w = (c - z) s is
                           written as (c - 8) s + (8 - z) s; the second part is the same for a whole block, so it meets only
                           the block's sum of x: a MatMul 32 times narrower. Exact, not a second quantisation.
+  AppendBlockSums         the same idea in the bundle, for offsets that are no multiple of s: both go into that narrow MatMul
   MatMulNBits, 8 bits     weights widened: TensorRT has no 8-bit blocks
   GatherBlockQuantized    a Gather in a widened table
   FusedMatMul (W^T)       Transpose and MatMul, which TensorRT joins
@@ -74,7 +75,8 @@ class _Lowering:
         self.nodes: list[NodeProto] = []
         self.kinds: dict[str, int] = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
         self.int4_matrices = 0
-        self._sums: dict[str, str] = {}
+        self._sums: dict[str, str] = {}  # x -> the sums of its blocks
+        self._summed: dict[str, str] = {}  # x with block sums appended -> x
         self._wide: dict[str, str] = {}
         self._made = 0
         self.exact = self._exact_values()
@@ -167,6 +169,7 @@ class _Lowering:
             return
         rules = {
             ("edgekv", "BoundedCacheAttention"): self.attention,
+            ("edgekv", "AppendBlockSums"): lambda node: self._summed.update({node.output[0]: node.input[0]}),
             ("com.microsoft", "MatMulNBits"): self.matmul_nbits,
             ("com.microsoft", "GatherBlockQuantized"): self.gather_blocks,
             ("com.microsoft", "FusedMatMul"): self.fused_matmul,
@@ -265,8 +268,9 @@ class _Lowering:
         bits = attributes["bits"]
         if attributes["block_size"] != Blocks.SIZE or bits not in (4, 8) or given[4]:
             raise UserError("MatMulNBits with other than 4 or 8 bits, blocks of 32 and no group index has no translation for TensorRT.")
-        blocks = Blocks(self.source, given[1], given[2], given[3] or None, attributes["K"], bits)
-        x, base = self.value(node.input[0]), f"{given[1]}.trt"
+        plain = self._summed.get(given[0])
+        blocks = Blocks(self.source, given[1], given[2], given[3] or None, attributes["K"], bits, sums=plain is not None)
+        x, base = self.value(plain or given[0]), f"{given[1]}.trt"
         if self.int4 and bits == 4 and blocks.rows % 2 == 0 and blocks.columns % Blocks.SIZE == 0:
             y = self._int4_product(x, blocks, base)
         else:

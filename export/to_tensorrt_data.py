@@ -110,38 +110,58 @@ class Sink:
 
 
 class Blocks:
-    """A matrix [N, K] in blocks of 32 columns as MatMulNBits stores it: w = (code - zero_point) * scale."""
+    """A matrix [N, K] in blocks of 32 columns as MatMulNBits stores it: w = (code - zero_point) * scale.
+
+    With `sums` it was made for x with its block sums appended (edgekv::AppendBlockSums): its last blocks hold one number per block of
+    x, which belongs to every column of that block. It is read as what it means for x alone: w = (code - zero_point) * scale + extra.
+    """
 
     SIZE = 32
 
-    def __init__(self, source: Source, codes: str, scales: str, zeros: str | None, columns: int, bits: int):
-        self.rows, self.columns, self.bits = source.shape(scales)[0], columns, bits
-        self.count = -(-columns // self.SIZE)
+    def __init__(self, source: Source, codes: str, scales: str, zeros: str | None, columns: int, bits: int, sums: bool = False):
+        self.rows, self.bits = source.shape(scales)[0], bits
+        stored = -(-columns // self.SIZE)
+        self.count = next(n for n in range(stored + 1) if n + -(-n // self.SIZE) == stored) if sums else stored
+        self.columns = self.count * self.SIZE if sums else columns
+        self._stored, self._sums = stored, sums
         self._codes = source.array(codes).reshape(self.rows, -1)
-        self.scales = source.array(scales).astype(np.float32)
+        self._scales = source.array(scales).astype(np.float32)
         self._zeros = source.array(zeros).reshape(self.rows, -1) if zeros else None
+
+    @property
+    def scales(self) -> np.ndarray:
+        """float32 [N, count]"""
+        return self._scales[:, : self.count]
+
+    def _all_zeros(self, rows: slice) -> np.ndarray:
+        if self._zeros is None:  # the middle of the range when the bundle stores none
+            return np.full((len(range(*rows.indices(self.rows))), self._stored), 1 << (self.bits - 1), np.float32)
+        return _unpack(self._zeros[rows], self._stored, self.bits).astype(np.float32)
 
     def codes(self, rows: slice) -> np.ndarray:
         """uint8 [n, count * 32]"""
         return _unpack(self._codes[rows], self.count * self.SIZE, self.bits)
 
-    def zeros(self, rows: slice) -> np.ndarray:
-        """float32 [n, count]; the middle of the range when the bundle stores none"""
-        if self._zeros is None:
-            n = len(range(*rows.indices(self.rows)))
-            return np.full((n, self.count), 1 << (self.bits - 1), np.float32)
-        return _unpack(self._zeros[rows], self.count, self.bits).astype(np.float32)
+    def extra(self, rows: slice) -> np.ndarray:
+        """float32 [n, count], 0 without sums"""
+        zeros = self._all_zeros(rows)
+        if not self._sums:
+            return np.zeros_like(zeros)
+        codes = _unpack(self._codes[rows], self._stored * self.SIZE, self.bits)[:, self.count * self.SIZE :].astype(np.float32)
+        blocks = codes.reshape(len(codes), -1, self.SIZE) - zeros[:, self.count :, None]
+        return (blocks * self._scales[rows, self.count :, None]).reshape(len(codes), -1)[:, : self.count]
 
     def wide(self, kind) -> Iterator[np.ndarray]:
         """The numbers, [n, K] of `kind`, a few rows at a time."""
         for start in range(0, self.rows, ROWS):
             rows = slice(start, start + ROWS)
             codes = self.codes(rows).reshape(-1, self.count, self.SIZE).astype(np.float32)
-            numbers = (codes - self.zeros(rows)[..., None]) * self.scales[rows][..., None]
+            zeros = self._all_zeros(rows)[:, : self.count, None]
+            numbers = (codes - zeros) * self.scales[rows][..., None] + self.extra(rows)[..., None]
             yield numbers.reshape(len(codes), -1)[:, : self.columns].astype(kind)
 
     def signed4(self) -> np.ndarray:
-        """4-bit codes minus 8 as ONNX int4 of the transpose [K, N], two neighbours of a row in a byte: uint8 [K * N / 2]."""
+        """4-bit codes minus 8 as ONNX int4 of the transpose [K, N], two neighbours of a row in a byte: uint8 [K, N / 2]."""
         packed = np.empty((self.columns, self.rows // 2), np.uint8)
         for start in range(0, self.rows, ROWS):
             part = self.codes(slice(start, start + ROWS))[:, : self.columns].T ^ 8
@@ -149,9 +169,10 @@ class Blocks:
         return packed
 
     def offsets(self) -> np.ndarray | None:
-        """What signed4 leaves out, (8 - zero_point) * scale: float32 [count, N]; None when it is nothing."""
-        zeros = self.zeros(slice(0, self.rows))
-        return None if (zeros == 8).all() else np.ascontiguousarray(((8 - zeros) * self.scales).T)
+        """What signed4 leaves out of every column of a block, (8 - zero_point) * scale + extra: float32 [count, N]; None for nothing."""
+        every = slice(0, self.rows)
+        left = (8 - self._all_zeros(every)[:, : self.count]) * self.scales + self.extra(every)
+        return np.ascontiguousarray(left.T) if left.any() else None
 
 
 def _unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:

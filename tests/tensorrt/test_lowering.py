@@ -5,7 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from tiny_models import SHAPES, tiny
+from tiny_models import tiny
 
 from edgekv import layout, native
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
@@ -79,7 +79,8 @@ def lowered_logits(bundle, graph, half: bool) -> np.ndarray:
     return np.concatenate(out)
 
 
-CASES = [("llama", weights) for weights in ("fp32", "int4", "int8", "fp16")] + [(n, "int4") for n in SHAPES if n != "llama"]
+CASES = [("llama", weights) for weights in ("fp32", "int4")] + [(n, "int4") for n in ("gpt2", "gemma3_text")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", "int8"), ("llama", "fp16"), ("qwen2", "int4"))]
 
 
 @pytest.mark.parametrize(("name", "weights"), CASES)
@@ -127,15 +128,18 @@ def test_an_operator_without_translation_is_named(folder, tmp_path):
         lower(bundle, tmp_path)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_are_split_exactly(tmp_path, bits):
-    """(code - 8) s + (8 - zero) s over int4 codes is (code - zero) s, for odd block counts too."""
+@pytest.mark.parametrize(("bits", "sums"), [(4, False), (8, False), (4, True)])
+def test_blocks_are_split_exactly(tmp_path, bits, sums):
+    """(code - 8) s + (8 - zero) s over int4 codes is (code - zero) s, for odd block counts too; and block sums as further columns."""
     random = np.random.default_rng(bits)
-    rows, columns = 6, 96
+    rows, columns = 6, 128 if sums else 96
+    count = columns // 32
     codes = random.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
-    zeros = random.integers(0, 1 << bits, (rows, 3)).astype(np.uint8)
-    scales = random.uniform(0.01, 0.1, (rows, 3)).astype(np.float32)
-    want = (codes.reshape(rows, 3, 32).astype(np.float32) - zeros[..., None]) * scales[..., None]
+    zeros = random.integers(0, 1 << bits, (rows, count)).astype(np.uint8)
+    scales = random.uniform(0.01, 0.1, (rows, count)).astype(np.float32)
+    want = (codes.reshape(rows, count, 32).astype(np.float32) - zeros[..., None]) * scales[..., None]
+    if sums:  # three blocks of weights, then one block whose first three numbers belong to one block each
+        want = want[:, :3] + want[:, 3, :3, None]
 
     def pack(x):
         if bits == 8:
@@ -147,11 +151,12 @@ def test_blocks_are_split_exactly(tmp_path, bits):
         for name, array in (("codes", pack(codes)), ("zeros", pack(zeros)), ("scales", scales)):
             sink.array(name, array)
     model = helper.make_model(helper.make_graph([], "weights", [], [], [*sink.tensors.values()]))
-    blocks = Blocks(Source(model, tmp_path), "codes", "scales", "zeros", columns, bits)
+    blocks = Blocks(Source(model, tmp_path), "codes", "scales", "zeros", columns, bits, sums)
+    assert (blocks.columns, blocks.count) == (96, 3)
     np.testing.assert_array_equal(np.concatenate(list(blocks.wide(np.float32))), want.reshape(rows, -1))
     if bits == 4:
         packed = blocks.signed4()
-        signed = np.stack([packed & 15, packed >> 4], -1).reshape(columns, rows).astype(np.int8)
+        signed = np.stack([packed & 15, packed >> 4], -1).reshape(96, rows).astype(np.int8)
         signed = np.where(signed > 7, signed - 16, signed).T.reshape(rows, 3, 32)
-        again = signed * scales[..., None] + blocks.offsets().T[..., None]
+        again = signed * scales[:, :3, None] + blocks.offsets().T[..., None]
         np.testing.assert_allclose(again, want, atol=1e-6)
