@@ -12,7 +12,7 @@ from onnxscript import optimizer
 from edgekv import layout
 from edgekv.export import weights
 from edgekv.export.checkpoint import Reader
-from edgekv.export.passes import heads, linear, match, rms_norm, rotary, siblings
+from edgekv.export.passes import gelu, heads, linear, match, rms_norm, rotary, siblings
 
 FOLD_BYTES = 1 << 18  # constants up to this size are folded; larger ones are weights
 
@@ -45,6 +45,7 @@ def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rota
     clean(model)
     linear.apply(model)
     rms_norm.apply(model)
+    gelu.apply(model)
     sweep(model)
     rotations = rotary.apply(model) if fuse_rotary else {}
     sweep(model)

@@ -45,8 +45,8 @@ LIMITS = {
     ("fp16", "fp16"): Limits(1.0, 1e-3, 0.97),
     ("int8", "fp32"): Limits(None, 0.03, 0.90),
     ("int8", "fp16"): Limits(None, 0.03, 0.90),
-    ("int4", "fp32"): Limits(None, 0.35, 0.65),
-    ("int4", "fp16"): Limits(None, 0.35, 0.65),
+    ("int4", "fp32"): Limits(None, 0.5, 0.5),
+    ("int4", "fp16"): Limits(None, 0.5, 0.5),
 }  # fmt: skip
 
 

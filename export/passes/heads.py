@@ -47,7 +47,7 @@ def _flatten(model: ir.Model, node: ir.Node, index: int) -> int:
 def _scale(node: ir.Node) -> int:
     """q * c with the node's scale s becomes q with the scale c * s (OPT scales its queries itself)."""
     product = match.producer(node.inputs[0], "Mul")
-    if product is None or match.only_use(product.outputs[0]) is None:
+    if product is None:
         return 0
     for q, factor in match.operands(product):
         number = match.scalar(factor)

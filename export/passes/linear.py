@@ -35,27 +35,31 @@ def _transpose(model: ir.Model, node: ir.Node) -> int:
 
 
 def _gemm(model: ir.Model, node: ir.Node) -> int:
-    """Reshape [1, T, K] -> [T, K], Gemm(x, weight, bias), Reshape -> [1, T, N], as GPT-2's Conv1D is traced."""
+    """Gemm(x, weight, bias) -> MatMul and Add, without the Reshapes [1, T, K] -> [T, K] and back that GPT-2's Conv1D puts around it."""
     attributes = {name: node.attributes[name].value for name in node.attributes}
     if attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0:
         return 0
     x, weight = node.inputs[0], node.inputs[1]
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    flat, data = match.producer(x, "Reshape"), match.tensor(weight)
-    back = match.only_use(node.outputs[0])
-    if data is None or len(data.shape) != 2 or flat is None or back is None or back.op_type != "Reshape":
-        return 0
-    source, result = flat.inputs[0], back.outputs[0]
-    if result.shape is None or source.shape is None or len(source.shape) != 3 or len(result.shape) != 3:
-        return 0
-    if source.shape[0] != 1 or result.shape[0] != 1 or str(source.shape[1]) != str(result.shape[1]):
+    data = match.tensor(weight)
+    if data is None or len(data.shape) != 2:
         return 0
     if attributes.get("transB", 0):
         weight = match.initialiser(model, f"{weight.name}.t", transposed(data, f"{weight.name}.t"))
-    product = match.node("MatMul", [source, weight], like=result)
-    new = [product]
+    result = node.outputs[0]
+    flat, back = match.producer(x, "Reshape"), match.only_use(result)
+    if flat is not None and back is not None and back.op_type == "Reshape" and _same_rows(flat.inputs[0], back.outputs[0]):
+        x, result = flat.inputs[0], back.outputs[0]
+    new = [match.node("MatMul", [x, weight], like=result)]
     if bias is not None:
-        new.append(match.node("Add", [product.outputs[0], bias], like=result))
-    match.before(back, *new)
+        new.append(match.node("Add", [new[0].outputs[0], bias], like=result))
+    match.before(result.producer(), *new)
     match.replace(result, new[-1].outputs[0])
     return 1
+
+
+def _same_rows(a: ir.Value, b: ir.Value) -> bool:
+    """Whether both are [1, T, any width] with the same T."""
+    if a.shape is None or b.shape is None or len(a.shape) != 3 or len(b.shape) != 3:
+        return False
+    return a.shape[0] == 1 == b.shape[0] and str(a.shape[1]) == str(b.shape[1])

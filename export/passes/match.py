@@ -64,6 +64,34 @@ def width(value: ir.Value, axis: int = -1) -> int | None:
     return value.shape[axis] if isinstance(value.shape[axis], int) else None
 
 
+def sliced(value: ir.Value, step: int = 1) -> tuple[ir.Value, int, int] | None:
+    """(source, start, stop) of a slice of the last axis, or of one output of a Split of it."""
+    node = value.producer()
+    if node is None:
+        return None
+    size = width(node.inputs[0]) if node.inputs else None
+    if size is None:
+        return None
+    if node.op_type == "Slice" and node.domain == "":
+        numbers = [constant(i) for i in node.inputs[1:]]
+        if any(n is None or n.size != 1 for n in numbers) or len(numbers) < 3:
+            return None
+        start, stop, axis = (int(n.reshape(-1)[0]) for n in numbers[:3])
+        stride = int(numbers[3].reshape(-1)[0]) if len(numbers) > 3 else 1
+        if axis not in (-1, len(node.inputs[0].shape) - 1) or stride != step:
+            return None
+        start, stop = (n + size if n < 0 else min(n, size) for n in (start, stop))
+        return node.inputs[0], start, stop
+    if node.op_type == "Split" and node.domain == "" and step == 1:
+        axis = node.attributes["axis"].value if "axis" in node.attributes else 0
+        widths = [width(o) for o in node.outputs]
+        if axis not in (-1, len(node.inputs[0].shape) - 1) or None in widths:
+            return None
+        index = node.outputs.index(value)
+        return node.inputs[0], sum(widths[:index]), sum(widths[: index + 1])
+    return None
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Lets every reader of `old` read `new`, which takes over its name where it is a graph output."""
     if new.shape is None:

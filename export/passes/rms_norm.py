@@ -1,4 +1,7 @@
-"""x * rsqrt(mean(x^2) + eps) * weight, as transformers spells it -> RMSNormalization (opset 23)."""
+"""x * rsqrt(mean(x^2) + eps) * weight, as transformers spells it -> RMSNormalization (opset 23).
+
+The same of x - mean(x) (Cohere) is a LayerNormalization without bias.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,19 @@ def _fuse(model: ir.Model, normalised: ir.Node, x: ir.Value, epsilon: float) -> 
             last, weight = user, other
     if weight is None:
         weight = match.initialiser(model, f"ones.{size}", np.ones(size, np.float32))
-    new = match.node("RMSNormalization", [x, weight], like=last.outputs[0], axis=-1, epsilon=float(epsilon))
+    op_type, source = ("RMSNormalization", x) if (centred := _centred(x)) is None else ("LayerNormalization", centred)
+    new = match.node(op_type, [source, weight], like=last.outputs[0], axis=-1, epsilon=float(epsilon))
     match.before(last, new)
     match.replace(last.outputs[0], new.outputs[0])
     return 1
+
+
+def _centred(value: ir.Value) -> ir.Value | None:
+    """x when value = x - mean(x over the last axis)."""
+    difference = match.producer(value, "Sub")
+    mean = match.producer(difference.inputs[1], "ReduceMean") if difference is not None else None
+    if mean is None or mean.inputs[0] is not difference.inputs[0] or len(mean.inputs) < 2:
+        return None
+    axes, keep = match.constant(mean.inputs[1]), mean.attributes.get("keepdims")
+    last = axes is not None and axes.tolist() in ([-1], [len(value.shape or ()) - 1])
+    return difference.inputs[0] if last and (keep is None or keep.value == 1) else None

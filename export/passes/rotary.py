@@ -37,6 +37,7 @@ class _Rotated:
 def apply(model: ir.Model) -> dict[int, Rotation]:
     """Layer -> its rotation, for the layers where both queries and keys matched."""
     found: dict[int, Rotation] = {}
+    halved: dict[ir.Value, ir.Value] = {}
     for node in match.attentions(model):
         q, k = _rotated(node.inputs[0]), _rotated(node.inputs[1])
         if q is None or k is None or (q.cos, q.sin, q.dim, q.interleaved) != (k.cos, k.sin, k.dim, k.interleaved):
@@ -44,6 +45,8 @@ def apply(model: ir.Model) -> dict[int, Rotation]:
         cos, sin, inv_freq = _table(q.cos), _table(q.sin), _frequencies(q.cos, q.sin, q.dim)
         if cos is None or sin is None or inv_freq is None:
             continue
+        if q.interleaved:  # such tables hold every number twice in a row
+            cos, sin = (_every_second(model, table, halved) for table in (cos, sin))
         node.replace_input_with(0, q.source)
         node.replace_input_with(1, k.source)
         node.resize_inputs(7)
@@ -57,10 +60,10 @@ def _rotated(value: ir.Value) -> _Rotated | None:
     """Recognises a rotated [1, heads, T, key_dim], wholly or in its leading dimensions."""
     joint = match.producer(value, "Concat")
     if joint is not None and len(joint.inputs) == 2:
-        inner, rest = _rotated(joint.inputs[0]), _sliced(joint.inputs[1])
+        inner, rest = _rotated(joint.inputs[0]), match.sliced(joint.inputs[1])
         if inner is None:
             return None
-        lead = _sliced(inner.source)
+        lead = match.sliced(inner.source)
         if rest is None or lead is None:
             return inner if match.width(joint.inputs[1]) == 0 else None
         (source, first, last), (other, start, stop) = lead, rest
@@ -89,7 +92,7 @@ def _pairing(turned: ir.Value, x: ir.Value) -> bool | None:
     if joint is not None and len(joint.inputs) == 2 and size:
         negative = match.producer(joint.inputs[0], "Neg")
         if negative is not None:
-            second, first = _sliced(negative.inputs[0]), _sliced(joint.inputs[1])
+            second, first = match.sliced(negative.inputs[0]), match.sliced(joint.inputs[1])
             if second == (x, size // 2, size) and first == (x, 0, size // 2):
                 return False
     return True if _interleaved(turned, x, size) else None
@@ -99,45 +102,38 @@ def _interleaved(turned: ir.Value, x: ir.Value, size: int | None) -> bool:
     """turned = stack(-x[1::2], x[0::2]) flattened: Reshape(Concat(Unsqueeze(Neg(odd)), Unsqueeze(even)))."""
     flat = match.producer(turned, "Reshape")
     joint = match.producer(flat.inputs[0], "Concat") if flat is not None else None
-    if joint is None or len(joint.inputs) != 2 or not size:
+    if joint is None or len(joint.inputs) != 2 or not size or not match.same_shape(turned, x):
         return False
-    odd, even = (match.producer(part, "Unsqueeze") for part in joint.inputs)
-    if odd is None or even is None or match.width(odd.outputs[0]) != 1:
-        return False
-    negative = match.producer(odd.inputs[0], "Neg")
+    odd, even = (_last_axis_added(part) for part in joint.inputs)
+    negative = match.producer(odd, "Neg")
     return (
         negative is not None
-        and _sliced(negative.inputs[0], step=2) == (x, 1, size)
-        and _sliced(even.inputs[0], step=2) == (x, 0, size)
+        and match.sliced(negative.inputs[0], step=2) == (x, 1, size)
+        and match.sliced(even, step=2) == (x, 0, size)
     )
 
 
-def _sliced(value: ir.Value, step: int = 1) -> tuple[ir.Value, int, int] | None:
-    """(source, start, stop) of a slice of the last axis, or of one output of a Split of it."""
-    node = value.producer()
-    if node is None:
+def _last_axis_added(value: ir.Value) -> ir.Value | None:
+    """What an Unsqueeze gave a new last axis."""
+    lifted = match.producer(value, "Unsqueeze")
+    axes = match.constant(lifted.inputs[1]) if lifted is not None else None
+    source = lifted.inputs[0] if lifted is not None else None
+    if axes is None or source.shape is None or axes.tolist() not in ([-1], [len(source.shape)]):
         return None
-    size = match.width(node.inputs[0]) if node.inputs else None
-    if size is None:
-        return None
-    if node.op_type == "Slice" and node.domain == "":
-        numbers = [match.constant(i) for i in node.inputs[1:]]
-        if any(n is None or n.size != 1 for n in numbers) or len(numbers) < 3:
-            return None
-        start, stop, axis = (int(n.reshape(-1)[0]) for n in numbers[:3])
-        stride = int(numbers[3].reshape(-1)[0]) if len(numbers) > 3 else 1
-        if axis not in (-1, len(node.inputs[0].shape) - 1) or stride != step:
-            return None
-        start, stop = (n + size if n < 0 else min(n, size) for n in (start, stop))
-        return node.inputs[0], start, stop
-    if node.op_type == "Split" and node.domain == "" and step == 1:
-        axis = node.attributes["axis"].value if "axis" in node.attributes else 0
-        widths = [match.width(o) for o in node.outputs]
-        if axis not in (-1, len(node.inputs[0].shape) - 1) or None in widths:
-            return None
-        index = node.outputs.index(value)
-        return node.inputs[0], sum(widths[:index]), sum(widths[: index + 1])
-    return None
+    return source
+
+
+def _every_second(model: ir.Model, table: ir.Value, made: dict[ir.Value, ir.Value]) -> ir.Value:
+    """table[..., ::2], made once per table."""
+    if table not in made:
+        numbers = {"rotary.first": 0, "rotary.end": 1 << 62, "rotary.axis": 2, "rotary.step": 2}
+        bounds = [match.initialiser(model, name, np.array([n], np.int64)) for name, n in numbers.items()]
+        half = match.node("Slice", [table, *bounds])
+        half.outputs[0].shape = ir.Shape([*table.shape[:2], table.shape[2] // 2])
+        half.outputs[0].type = table.type
+        match.after(table.producer(), half)
+        made[table] = half.outputs[0]
+    return made[table]
 
 
 def _table(value: ir.Value) -> ir.Value | None:

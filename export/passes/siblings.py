@@ -43,7 +43,7 @@ def linear(product: ir.Node) -> Linear | None:
 def apply(model: ir.Model) -> int:
     changes = 0
     for node in match.attentions(model):
-        changes += _pack(model, node)
+        changes += _pack(model, node) or _take_packed(node)
     for group in _groups(model):
         changes += _join(model, group)
     return changes
@@ -67,6 +67,22 @@ def _pack(model: ir.Model, node: ir.Node) -> int:
         return 0
     packed = _wide(model, parts)
     node.replace_input_with(0, packed)
+    node.replace_input_with(1, None)
+    node.replace_input_with(2, None)
+    return 1
+
+
+def _take_packed(node: ir.Node) -> int:
+    """q, k and v cut from one value in this order (GPT-2, phi3): the node takes that value as it is."""
+    parts = [match.sliced(value) if value is not None else None for value in node.inputs[:3]]
+    if any(part is None for part in parts):
+        return 0
+    (source, start, a), (second, b, c), (third, d, end) = parts
+    if source is not second or source is not third or len(source.shape) != 3:
+        return 0
+    if (start, a, c, end) != (0, b, d, match.width(source)):
+        return 0
+    node.replace_input_with(0, source)
     node.replace_input_with(1, None)
     node.replace_input_with(2, None)
     return 1
