@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
@@ -57,6 +58,11 @@ for _name, _result, _arguments in (
         [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _FLOATS, c_int],
     ),
     ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
+    (
+        "edgekv_compact_layers",
+        c_int,
+        [c_int64, POINTER(_PARAMS), POINTER(_FLOATS), POINTER(c_void_p), POINTER(c_int64), c_int64, c_int64, c_int],
+    ),
     ("edgekv_state_hash", c_uint64, [_PARAMS, c_void_p, c_int64, c_int64]),
 ):
     _function = getattr(_lib, _name)
@@ -206,6 +212,37 @@ def compact(
         position if rank_base is None else rank_base,
         threads,
     )
+    _refuse_compaction(failed)
+
+
+def _refuse_compaction(failed: int) -> None:
     if failed == _FULL:
         raise CacheFullError(_lib.edgekv_last_error().decode())
     _refuse_if(failed)
+
+
+class Compactor:
+    """compact() for all layers of a model at once, spread over threads; what does not change between boundaries is prepared once.
+
+    params, states and inv_freq (arrays or None) have one entry per layer; `states` must stay where they are.
+    """
+
+    def __init__(self, params: Sequence[LayerParams], states: Sequence[np.ndarray], inv_freq: Sequence[np.ndarray | None]):
+        self._kept = (params, states)
+        blocks = [_state(state) for state in states]
+        tables = [_floats("inv_freq", x, (p.rotary_dim // 2,)) for p, x in zip(params, inv_freq, strict=True)]
+        count = len(blocks)
+        if len(params) != count:
+            raise NativeError(f"{len(params)} layers cannot share {count} states")
+        self._layers = (
+            count,
+            (_PARAMS * count)(*(ctypes.pointer(p) for p in params)),
+            (_FLOATS * count)(*(table or _FLOATS() for table in tables)),
+            (c_void_p * count)(*(address for address, _ in blocks)),
+            (c_int64 * count)(*(size for _, size in blocks)),
+        )
+        self._tables = tables
+
+    def __call__(self, position: int, rank_base: int, threads: int = 1) -> None:
+        """Compacts every layer. Raises what the first failing layer raises; the others have been compacted then."""
+        _refuse_compaction(_lib.edgekv_compact_layers(*self._layers, position, rank_base, threads))

@@ -1,6 +1,8 @@
 // The functions that edgekv/native.py calls through ctypes. All return 0 (or a result) on success; on failure nonzero (or -1),
 // with a sentence in edgekv_last_error().
+#include <atomic>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/attention.h"
 #include "cpu/compaction.h"
@@ -62,4 +64,20 @@ EDGEKV_API int edgekv_compact(const LayerParams* params, const float* inv_freq, 
                               int64_t rank_base, int threads) {
   Threads own(threads);
   return compact_state(*params, inv_freq, state, bytes, position, rank_base, own);
+}
+
+// The same for `count` layers that reached one boundary, spread over the threads. Every layer is tried; the result and the sentence
+// are those of the first that failed.
+EDGEKV_API int edgekv_compact_layers(int64_t count, const LayerParams* const* params, const float* const* inv_freq, void* const* states,
+                                     const int64_t* bytes, int64_t position, int64_t rank_base, int threads) {
+  std::atomic<int> result{0};
+  char sentence[512] = "";
+  Threads(threads).each(size_t(count), [&](size_t i) {
+    Inline alone;
+    const int failed = compact_state(*params[i], inv_freq[i], states[i], bytes[i], position, rank_base, alone);
+    int none = 0;
+    if (failed && result.compare_exchange_strong(none, failed)) std::memcpy(sentence, error_text(), sizeof(sentence));
+  });
+  if (result) fail("%s", sentence);
+  return result;
 }

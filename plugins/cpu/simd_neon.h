@@ -12,7 +12,7 @@ struct Vec {
 };
 
 constexpr int kRowBlock = 6;      // query rows per register block
-constexpr int kAccumulators = 6;  // quadruples of the 32 registers
+constexpr int kAccumulators = 5;  // quadruples of the 32 registers; with 6, three rows of two vectors spill one
 
 template <class F>
 inline Vec each(F f) {

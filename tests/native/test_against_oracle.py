@@ -189,3 +189,36 @@ def test_layout_and_fingerprint_equal_the_mirror(params):
     assert tuple(native.layout(fields).values()) == layout.state_layout(params)
     assert native.params_hash(fields) == layout.params_hash(params)
     assert native.check(fields) is None
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_layers_compacted_together_equal_layers_compacted_one_by_one(threads):
+    cached = {"positions": "cache", "rotary_dim": 6}
+    kinds = [
+        make_params("window", 32, 16, "fp16", sinks=2, **cached), make_params("full", 96, 16, **cached),
+        make_params("heavy", 48, 16, sinks=2, window=8, observe=8, **cached), make_params("window", 16, 16, **cached),
+    ]  # fmt: skip
+    fields = [native.LayerParams(**params) for params in kinds]
+    table = np.array(INV_FREQ, np.float32)
+    together, apart = ([native.new_state(p) for p in fields] for _ in range(2))
+    compact = native.Compactor(fields, together, [table] * 4)
+    texts = [Text(params, 112, seed) for seed, params in enumerate(kinds)]
+
+    def append(end):
+        part = slice(end - 16, end)
+        for p, text, *states in zip(fields, texts, together, apart):
+            for state in states:
+                native.attend(p, text.q[part], text.k[part], text.v[part], part.start, state)
+
+    for end in range(16, 112, 16):
+        append(end)
+        compact(end, min(end, 96), threads)
+        for p, state in zip(fields, apart):
+            native.compact(p, state, end, min(end, 96), table)
+        for one, other in zip(together, apart):
+            np.testing.assert_array_equal(one, other)
+    with pytest.raises(NativeError, match="compaction is for boundaries"):
+        compact(96, 96, threads)
+    append(112)
+    with pytest.raises(CacheFullError, match="112 tokens do not fit 96 slots"):
+        compact(112, 96, threads)
