@@ -111,6 +111,16 @@ class Bundle:
         return sum((layer["bytes"] + 255) // 256 * 256 for layer in self.layers)
 
     @property
+    def capacity(self) -> int | None:
+        """Tokens that a text may have; None: no end. A full body takes whole intervals only, then one more fits the tail."""
+        params = [layer["params"] for layer in self.layers]
+        full = [p for p in params if p.get("keep", 0) == layout.KEEPS["full"]]
+        ends = [p["body_slots"] // p["tail_slots"] * p["tail_slots"] + p["tail_slots"] for p in full]
+        if params[0].get("positions", 0) != layout.POSITIONS["cache"]:  # rotations beyond the trained range would be noise
+            ends.append(self.model["context"])
+        return min(ends, default=None)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes on disk of the graph and its weights."""
         return sum(entry["bytes"] for name, entry in self.manifest["files"].items() if name.startswith("model."))

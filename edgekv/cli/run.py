@@ -243,20 +243,15 @@ class _Chat(_Run):
     """Holds a conversation: the prompt first if there is one, then lines of standard input."""
 
     def __init__(self, bundle: Any, options: Options, prompt: str | None, system: str | None, interactive: bool):
-        from edgekv.generation.template import ChatTemplate
+        from edgekv.generation.template import template_of
 
         super().__init__(bundle, options, prompt, system, interactive)
-        path = bundle.file("chat_template.jinja")
-        if path is None:
+        template = template_of(bundle, self.tokenizer)
+        if template is None:
             raise UserError(f"{bundle.folder} has no chat template; the model was not trained for conversations. Run it without --chat.")
         if interactive and options.as_json and prompt is None:
             raise UserError("--json prints one object at the end; give the messages with --prompt or on standard input.")
-        names = {name: self._token(bundle.model.get(f"{name}_id")) for name in ("bos_token",)}
-        names["eos_token"] = self._token(next(iter(bundle.model["eos_token_ids"]), None))
-        self.template = ChatTemplate(_common.read_text(path), **names)
-
-    def _token(self, token: int | None) -> str:
-        return (self.tokenizer.id_to_token(token) or "") if token is not None else ""
+        self.template = template
 
     def messages(self) -> Iterator[str]:
         if self.prompt is not None:

@@ -90,7 +90,7 @@ class OnnxRuntimeEngine:
         self._inv_freq = [table if table.size else None for table in tables]
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(params.body_slots for params in self._params)
-        self.capacity = self._capacity()
+        self.capacity = bundle.capacity
 
         check_memory(bundle, max_rows * self.vocab * 4, beside)
         try:
@@ -131,14 +131,6 @@ class OnnxRuntimeEngine:
             raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
         self._has_shift = "shift" in others
         return session
-
-    def _capacity(self) -> int | None:
-        # a full body takes whole intervals only, then one more interval fits the tail
-        full = [p for p in self._params if p.keep == layout.KEEPS["full"]]
-        ends = [p.body_slots // p.tail_slots * p.tail_slots + p.tail_slots for p in full]
-        if not self._ranked:  # rotations beyond the trained range would be noise
-            ends.append(self.bundle.model["context"])
-        return min(ends) if ends else None
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""

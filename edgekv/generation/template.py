@@ -18,9 +18,12 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+from tokenizers import Tokenizer
 
-from edgekv.errors import UserError
+from edgekv.bundle import Bundle
+from edgekv.errors import BundleError, UserError
 
+TEMPLATE = "chat_template.jinja"
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_RENDERED = 1 << 28
 _MAX_OPERAND = 1 << 20  # of a repetition or power, in characters, items or bits
@@ -158,3 +161,20 @@ class ChatTemplate:
         finally:
             sys.settrace(before)
         return "".join(rendered)
+
+
+def template_of(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The bundle's chat template with its special tokens, None when the model came without one; raises BundleError."""
+    path = bundle.file(TEMPLATE)
+    if path is None:
+        return None
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise BundleError(f"{path} cannot be read as UTF-8 text; export the bundle again.") from None
+
+    def token(number: int | None) -> str:
+        return (tokenizer.id_to_token(number) or "") if number is not None else ""
+
+    ends = bundle.model["eos_token_ids"]
+    return ChatTemplate(source, bos_token=token(bundle.model.get("bos_token_id")), eos_token=token(ends[0] if ends else None))
