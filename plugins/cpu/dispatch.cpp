@@ -1,5 +1,9 @@
 #include "cpu/dispatch.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +13,14 @@
 namespace edgekv {
 namespace {
 
+#if defined(__x86_64__)
+// GCC before 11 does not know this one by name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 // What this machine can run, slowest first.
 struct Available {
   const Kernels* list[4] = {};
@@ -17,7 +29,7 @@ struct Available {
     list[count++] = &kernels_scalar();
 #if defined(__x86_64__)
     __builtin_cpu_init();  // this also asks the operating system whether it saves the wide registers
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
       list[count++] = &kernels_avx2();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && count == 2)
