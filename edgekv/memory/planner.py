@@ -11,7 +11,7 @@ from edgekv.budget import Budget, format_bytes
 from edgekv.errors import UserError
 from edgekv.memory.model import ModelShape
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import WeightFormat, resident
+from edgekv.memory.weights import BITS, WeightFormat, resident
 from edgekv.policy import CachePolicy, Plan, plan
 
 MIB = 1 << 20
@@ -23,19 +23,25 @@ class Runtime:
     """What a runtime needs beside weights and cache.
 
     base: bytes of interpreter, libraries and, on GPUs, the CUDA context. basis: measured here or assumed.
-    weight_factor: resident bytes per stored byte of weights.
+    workspace: allocated over needed bytes of activations (an arena that grows by doubling). packs: whether weights are packed
+    anew at load, as ONNX Runtime does on the CPU: a tied embedding then lies in memory twice, once packed as output matrix and
+    once as table, and blocks of integers get a sum each beside their scale.
     """
 
     name: str
     base: int
     basis: str
-    weight_factor: float = 1.0
+    workspace: float = 1.0
+    packs: bool = False
 
 
 RUNTIMES = {
-    "cpu": Runtime("ONNX Runtime on the CPU", 120 * MIB, "measured on x86-64 Linux with Python 3.11"),
+    "cpu": Runtime("ONNX Runtime on the CPU", 74 * MIB, "measured on x86-64 Linux with Python 3.11", 2.5, True),
     "gpu": Runtime("TensorRT", 600 * MIB, "assumed; no Jetson was at hand to measure it"),
 }
+TOKENIZER_FACTOR = 23  # resident bytes per byte of tokenizer.json, measured
+TOKENIZER_BYTES = 32  # of tokenizer.json per token of the vocabulary, where only a config is known
+BLOCK_SUM_BITS = 32 / 32  # one fp32 sum per block of 32 weights
 ASSUMED_IDLE = 1024 * MIB  # when a profile does not know the system's own use; always shown as an assumption
 
 
@@ -106,21 +112,39 @@ def workspace_bytes(shape: ModelShape, chunk: int, depth: int) -> int:
     return 4 * chunk * max(mlp, attention)
 
 
+def packed_extra(shape: ModelShape, weights: WeightFormat, decode_on: str) -> int:
+    """Bytes of weights in memory beyond those of the file."""
+    if not RUNTIMES[decode_on].packs:
+        return 0
+    held = resident(weights, decode_on)
+    matrices = sum(m.parameters for m in shape.matrices if m.owner not in ("embedding", "positions"))
+    extra = matrices * (held.bits - weights.bits) / 8
+    if weights.name in ("int4", "int8"):  # zero points go into the sums
+        extra += matrices * (BLOCK_SUM_BITS - (weights.bits - BITS[weights.name] - 1)) / 8
+    if shape.tied:
+        extra += shape.vocab * shape.hidden * weights.head_bits / 8
+    return round(extra)
+
+
 def memory_plan(
     shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, chunk: int = 256, logit_rows: int = 1
 ) -> MemoryPlan:
     """Memory of a run, by owner, against what the device has."""
     runtime = RUNTIMES[profile.data["decode_on"]]
     stored = shape.bundle.weight_bytes if shape.bundle else weights.stored_bytes(shape)
-    held = stored * resident(weights, profile.data["decode_on"]).bits / weights.bits
     chunk = min(chunk, cache.boundary)
+    tokenizer = shape.bundle and shape.bundle.file("tokenizer.json")
+    text = tokenizer.stat().st_size if tokenizer else TOKENIZER_BYTES * shape.vocab
     lines = [
-        Line("weights", round(held * runtime.weight_factor), "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
+        Line("weights", stored, "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
+        Line("weights, packed copies", packed_extra(shape, weights, profile.data["decode_on"]), f"computed for {runtime.name}"),
         *(Line(owner, size, "exact") for owner, size in arena_by_owner(cache.layers).items()),
-        Line("workspace", workspace_bytes(shape, chunk, cache.capacity), f"computed for blocks of {chunk} tokens"),
+        Line("workspace", round(runtime.workspace * workspace_bytes(shape, chunk, cache.capacity)), f"computed for blocks of {chunk} tokens"),
         Line("logits", 4 * shape.vocab * logit_rows, "exact"),
+        Line("tokenizer", TOKENIZER_FACTOR * text, "size of tokenizer.json" if tokenizer else f"computed for {shape.vocab} tokens"),
         Line("runtime", runtime.base, f"{runtime.name}, {runtime.basis}"),
     ]
+    lines = [line for line in lines if line.bytes]
     idle = profile.figure("memory.idle_use")
     if idle is not None and idle.value is not None:
         system = Line("system", int(idle.value * MIB), idle.source)
@@ -135,17 +159,17 @@ def refuse_if_too_large(memory: MemoryPlan, shape: ModelShape, profile: Profile,
         return
     need, have = format_bytes(memory.needed), format_bytes(memory.usable)
     cache = sum(line.bytes for line in memory.lines if line.owner.startswith("KV "))
-    rest = memory.needed - cache - memory.bytes_of("weights")
-    raise UserError(f"{shape.name} needs {need} and {profile.name} has {have} usable: {_what_would_fit(memory, shape, weights, others, cache, rest)}")
+    rest = memory.needed - cache - memory.bytes_of("weights", "weights, packed copies")
+    raise UserError(f"{shape.name} needs {need} and {profile.name} has {have} usable: {_what_would_fit(memory, shape, weights, others, cache, rest, profile.data['decode_on'])}")
 
 
-def _what_would_fit(memory, shape, weights, others, cache, rest) -> str:
-    room = (memory.usable - rest - memory.bytes_of("weights")) * 99 // 100 // MIB  # whole MiB, a little below what is left
+def _what_would_fit(memory, shape, weights, others, cache, rest, decode_on) -> str:
+    room = (memory.usable - rest - memory.bytes_of("weights", "weights, packed copies")) * 99 // 100 // MIB  # whole MiB, a little below what is left
     if room > 0 and cache > room * MIB:
         return f"with {weights.name} weights a KV budget of up to {room}MiB fits (asked: {format_bytes(cache)})."
     smaller = sorted((f for f in others.values() if f.bits < weights.bits), key=lambda f: -f.bits)
     for candidate in smaller if not shape.bundle else []:
-        room = memory.usable - rest - candidate.stored_bytes(shape)
+        room = memory.usable - rest - candidate.stored_bytes(shape) - packed_extra(shape, candidate, decode_on)
         if room > 0:
             return f"{candidate.name} weights leave {format_bytes(room)} for the KV cache; use --weights {candidate.name}."
     total = memory.needed + memory.system.bytes

@@ -156,7 +156,7 @@ def policy_bars(question: Question, profile: Profile) -> list[dict[str, Any]]:
         except UserError:
             continue
         memory = planner.memory_plan(question.shape, question.weights, cache, profile)
-        parts = {"weights": memory.bytes_of("weights"), "KV cache": cache.arena_bytes}
-        parts |= {"workspace, logits": memory.bytes_of("workspace", "logits"), "runtime": memory.bytes_of("runtime"), "system": memory.system.bytes}
+        parts = {"weights": memory.bytes_of("weights", "weights, packed copies"), "KV cache": cache.arena_bytes}
+        parts |= {"workspace, logits": memory.bytes_of("workspace", "logits"), "runtime": memory.bytes_of("runtime", "tokenizer"), "system": memory.system.bytes}
         bars.append({"name": keep if budget is None else f"{keep} {budget}", "parts": parts})
     return bars

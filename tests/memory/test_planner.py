@@ -45,7 +45,18 @@ def test_weights_of_a_format_follow_from_its_blocks():
 
 def test_half_precision_is_widened_on_the_cpu_and_not_on_the_gpu():
     cpu = profiles.load("raspberry-pi-5", 8 << 30)
-    assert made("smollm2", "fp16")[3].bytes_of("weights") * 2 == pytest.approx(made("smollm2", "fp16", device=cpu)[3].bytes_of("weights"), rel=0.2)
+    s = shape("smollm2")
+    assert planner.packed_extra(s, FORMATS["fp16"], "gpu") == 0
+    on_cpu = made("smollm2", "fp16", device=cpu)[3].bytes_of("weights", "weights, packed copies")
+    assert on_cpu == pytest.approx(4 * s.parameters + 2 * s.vocab * s.hidden, rel=0.001)  # and the table stays as it is stored
+
+
+def test_integer_blocks_are_packed_with_a_sum_and_the_tied_table_stays():
+    """MatMulNBits holds codes, fp32 scale and fp32 sum per 32 weights; the embedding is looked up in the file's own bytes."""
+    s = shape("smollm2")
+    held = FORMATS["int4"].stored_bytes(s) + planner.packed_extra(s, FORMATS["int4"], "cpu")
+    matrices, table = s.parameters - s.vectors, s.vocab * s.hidden
+    assert held == pytest.approx(matrices * 6 / 8 + table * 5.125 / 8 + 4 * s.vectors, abs=16)
 
 
 def test_unknown_idle_use_is_an_assumption_and_unknown_memory_no_verdict():
