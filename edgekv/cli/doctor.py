@@ -131,11 +131,11 @@ def _tensorrt() -> Answer:
 def _plugin() -> Answer:
     from edgekv.engine import tensorrt_build
     from edgekv.engine.device import LIBRARY, Device
-    from edgekv.engine.tensorrt import load_tensorrt, make_logger
+    from edgekv.engine.tensorrt import load_tensorrt
 
     Device()  # says what to do when there is none
     trt = load_tensorrt()
-    offered = tensorrt_build.load_plugins(trt, make_logger(trt, []), LIBRARY)
+    offered = tensorrt_build.load_plugins(trt, LIBRARY)
     missing = tensorrt_build.PLUGINS - offered
     return not missing, f"{LIBRARY} offers {', '.join(sorted(name for _, name in tensorrt_build.PLUGINS & offered)) or 'nothing'}"
 

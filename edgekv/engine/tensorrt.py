@@ -8,6 +8,7 @@ graph; the kernels read the position from device memory, so the graph stays vali
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from edgekv import layout, native
 from edgekv.bundle import Bundle, sha256_file
 from edgekv.engine import Occupancy, tensorrt_manifest
 from edgekv.engine.device import TO_DEVICE, TO_HOST, Device
+from edgekv.engine.tensorrt_build import load_plugins
 from edgekv.errors import CacheFullError, NativeError, UserError
 
 ALIGNMENT = 256
@@ -30,6 +32,10 @@ def load_tensorrt(name: str = "tensorrt") -> Any:
     try:
         return import_module(name)
     except ImportError as error:
+        if name == "tensorrt_rtx":  # the package of this name only imports the bindings, which may be installed alone
+            with suppress(ImportError):
+                return import_module("tensorrt_rtx_bindings")
+            raise UserError(f"TensorRT-RTX's Python bindings are missing ({error}); pip install tensorrt-rtx.") from None
         raise UserError(
             f"TensorRT's Python bindings are missing ({error}): on a Jetson install python3-libnvinfer, elsewhere `pip install tensorrt`."
         ) from None
@@ -177,8 +183,7 @@ class TensorRTEngine:
     def _open(self, plan: Path) -> None:
         trt = self._trt
         self._logger = make_logger(trt, self._messages)
-        registry = trt.get_plugin_registry()
-        registry.load_library(str(self._device.path))
+        load_plugins(trt, self._device.path)
         runtime = trt.Runtime(self._logger)
         self._engine = runtime.deserialize_cuda_engine(_reader(trt, plan))
         if self._engine is None:

@@ -12,7 +12,8 @@ from edgekv.errors import UserError
 
 LEAST_VERSION = (10, 3)  # aliased plugin inputs and outputs
 # Bytes of host memory that building takes at its peak, per byte of weights, beside a fixed part (docs/tensorrt.md: measured).
-PEAK_PER_WEIGHT_BYTE, PEAK_FIXED = 3.0, 600 << 20
+PEAK_PER_WEIGHT_BYTE, PEAK_FIXED = 3.0, 900 << 20
+_loaded: set[tuple[str, str]] = set()  # (TensorRT, library) of this process
 PLUGINS = {("edgekv", "BoundedCacheAttention")}
 
 
@@ -54,15 +55,18 @@ def estimated_peak(weight_bytes: int) -> int:
     return PEAK_FIXED + int(PEAK_PER_WEIGHT_BYTE * weight_bytes)
 
 
-def load_plugins(trt: Any, logger: Any, plugin: Path) -> set[tuple[str, str]]:
+def load_plugins(trt: Any, plugin: Path) -> set[tuple[str, str]]:
     """Loads the plugin library; returns the (namespace, name) pairs that TensorRT can now make."""
     registry = trt.get_plugin_registry()
-    try:
-        handle = registry.load_library(str(plugin))
-    except Exception as error:  # the bindings raise several kinds
-        raise UserError(f"TensorRT {trt.__version__} refuses the plugin library {plugin}: {error}.") from None
-    if handle is None:
-        raise UserError(f"TensorRT {trt.__version__} refuses the plugin library {plugin}.")
+    key = (trt.__name__, str(plugin.resolve()))
+    if key not in _loaded:  # a second time TensorRT finds its creators taken and says no
+        try:
+            handle = registry.load_library(str(plugin))
+        except Exception as error:  # the bindings raise several kinds
+            raise UserError(f"TensorRT {trt.__version__} refuses the plugin library {plugin}: {error}.") from None
+        if handle is None:
+            raise UserError(f"TensorRT {trt.__version__} refuses the plugin library {plugin}.")
+        _loaded.add(key)
     creators = registry.all_creators if hasattr(registry, "all_creators") else registry.plugin_creator_list
     return {(creator.plugin_namespace, creator.name) for creator in creators}
 
@@ -112,7 +116,7 @@ def build(
         return messages[-1].rstrip(".") if messages else "it gave no reason"
 
     check_version(trt)
-    offered = load_plugins(trt, logger, plugin) if plugin else set()
+    offered = load_plugins(trt, plugin) if plugin else set()
     builder = trt.Builder(logger)
     flags = trt.NetworkDefinitionCreationFlag
     network = builder.create_network(1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0)

@@ -27,6 +27,8 @@ class IStreamReader:
 
 
 class _Registry:
+    all_creators = ()
+
     def load_library(self, path: str) -> object:
         loaded.append(path)
         return object()
