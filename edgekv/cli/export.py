@@ -30,29 +30,32 @@ from edgekv.errors import UserError
 @click.option("--weights", type=click.Choice(["fp32", "fp16", "int8", "int4"]), default="int4", show_default=True,
               help="Format of the weights.")  # fmt: skip
 @click.option("--context", type=click.IntRange(1), help="Positions the bundle may use, at most the model's own.")
+@click.option("--device", help="Device or profile file to choose the budget for, and to say what stays on chip there.")
 @click.option("--parity/--no-parity", default=True, show_default=True, help="Compare the bundle's logits with the original model's.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
 @click.pass_context
 def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None,
-            chunk: int | None, parity: bool, force: bool, **cache) -> None:  # fmt: skip
+            chunk: int | None, device: str | None, parity: bool, force: bool, **cache) -> None:  # fmt: skip
     """Exports MODEL to a bundle that runs inside a fixed cache budget.
 
     MODEL is a Hugging Face directory, a hub id or a .gguf file. It may also be a bundle: then only its cache is made anew, in
     seconds, and the weights are shared.
     """
+    from edgekv.memory import profiles
     from edgekv.policy import CachePolicy, parse_budget
 
     policy = CachePolicy(keep=keep, element=cache.pop("kv_type"), **cache)
     budget = parse_budget(kv_budget) if kv_budget else None
-    if budget is None and keep != "full":
-        raise UserError(f"--keep {keep} needs --kv-budget, for example --kv-budget 2MiB, 1024tok or 25%.")
+    if budget is None and keep != "full" and not device:
+        raise UserError(f"--keep {keep} needs --kv-budget, for example --kv-budget 2MiB, 1024tok or 25%, or --device.")
     if chunk is not None and policy.boundary is not None and chunk > policy.boundary:
         raise UserError(f"--chunk {chunk} is longer than --boundary {policy.boundary}; a block of tokens never crosses a boundary.")
     if (Path(model) / "manifest.json").is_file() and any(
         ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT for name in ("weights", "context")
     ):
         raise UserError(f"{model} is a bundle: its weights and context are what they are; leave out --weights and --context.")
-    _run(model, target, {"policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force})  # fmt: skip
+    profile = profiles.load(device) if device else None
+    _run(model, target, {"device": profile, "policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force})  # fmt: skip
 
 
 def _run(model: str, target: Path, options: dict) -> None:
@@ -79,19 +82,39 @@ def _run(model: str, target: Path, options: dict) -> None:
 
         if replan.is_bundle(model):
             del options["weights"], options["context"]
-            made = replan.replan(bundles.open_bundle(model), target, **options, report=report)
+            source = bundles.open_bundle(model)
+            words = _choose_for_bundle(source, options)
+            made = replan.replan(source, target, **options, report=report)
         else:
             made = exporter.export(model, target, exporter.Options(**options), report)
+            words = made.manifest.get("device", {}).get("words")
         progress.update(task, total=1, completed=1)
-    _summary(console, made, time.monotonic() - start)
+    _summary(console, made, words, time.monotonic() - start)
 
 
-def _summary(console, made, seconds: float) -> None:
+def _choose_for_bundle(source, options: dict) -> str | None:
+    """Replaces the budget in `options` by the one for their device, if there is one; returns what there is to say of it."""
+    device = options.pop("device")
+    if device is None:
+        return None
+    from edgekv.memory import on_device
+    from edgekv.memory.model import shape_from_bundle
+    from edgekv.memory.weights import weight_format
+
+    weights = weight_format(source.manifest["weights"]["format"])
+    chosen = on_device.choose(shape_from_bundle(source.folder), options["policy"], options["budget"], weights, device, source.model["context"])
+    options["budget"] = chosen.budget
+    return chosen.words
+
+
+def _summary(console, made, words: str | None, seconds: float) -> None:
     from edgekv.budget import format_bytes
 
     manifest, figures = made.manifest, made.manifest["parity"]
     console.print(f"{made.folder}: {manifest['weights']['format']} weights, {format_bytes(made.weight_bytes)}, in {seconds:.0f} s", markup=False)
     console.print(manifest["policy"]["words"], markup=False)
+    if words:
+        console.print(words, markup=False)
     if figures:
         console.print(
             f"Parity on {figures['tokens']} tokens: logits differ by {figures['mean_difference']:.2g} on average and {figures['max_difference']:.2g} "
