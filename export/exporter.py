@@ -18,6 +18,10 @@ from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
 from edgekv.generation.text import DRAFT_TOKENS
 from edgekv.geometry import LayerGeometry
+from edgekv.memory import on_device
+from edgekv.memory.model import shape_from_config
+from edgekv.memory.profiles import Profile
+from edgekv.memory.weights import weight_format
 from edgekv.policy import Budget, CachePolicy, Plan, format_bytes, plan
 
 DEFAULT_CHUNK = 512
@@ -28,7 +32,9 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What `edgekv export` was asked for. context None: the model's own; chunk None: the boundary interval."""
+    """What `edgekv export` was asked for. context None: the model's own; chunk None: the boundary interval; device: the
+    profile that the budget is chosen for, or judged by when one is given.
+    """
 
     policy: CachePolicy
     budget: Budget | None
@@ -37,6 +43,7 @@ class Options:
     chunk: int | None = None
     check_parity: bool = True
     force: bool = False
+    device: Profile | None = None
 
 
 def export(model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
@@ -52,6 +59,11 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     context = rope.choose_context(source.config, options.context)
     if options.check_parity:
         parity.check_memory(source)
+    said = None
+    if options.device is not None:
+        shape = shape_from_config(source.config.to_dict(), source.name)
+        said = on_device.choose(shape, options.policy, options.budget, weight_format(options.weights), options.device, context)
+        options = dataclasses.replace(options, budget=said.budget)
     with bundle.create(target, force=options.force) as partial:
         report("looking at the layers", None, None)
         hollow = _build(source)
@@ -81,6 +93,8 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         if source.chat_template:
             (partial / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
+        if said is not None:
+            manifest["device"] = {"name": options.device.name, "words": said.words}
         if options.check_parity:
             report("comparing with the original model", None, None)
             files = {p.name: {"bytes": p.stat().st_size} for p in partial.iterdir()}
