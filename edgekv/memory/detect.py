@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from edgekv import machine
-from edgekv.memory import profiles, stream
+from edgekv.memory import cuda_query, profiles, stream
 from edgekv.memory.counters.emc_sysfs import read_number
 
 UNKNOWN = "not found on this machine"
@@ -98,6 +98,24 @@ def jetson_profile(root: Path = Path("/")) -> profiles.Profile | None:
     return best[1] if best else None
 
 
+def _gpu(known: dict[str, Any], queried: dict[str, int] | None) -> dict[str, Any]:
+    """The gpu section of the module's profile with what the driver of this very board says instead."""
+    if not queried:
+        return known
+    source, gpu = "CUDA device attribute, queried on this machine", dict(known)
+    for name, attribute, unit, factor in (
+        ("sm_count", "sm_count", "count", 1),
+        ("clock", "clock_khz", "MHz", 1e-3),
+        ("l2", "l2_bytes", "KiB", 1 / 1024),
+        ("persisting_l2", "persisting_l2_bytes", "KiB", 1 / 1024),
+        ("shared_per_sm", "shared_per_sm_bytes", "KiB", 1 / 1024),
+    ):
+        if queried.get(attribute) is not None and (queried[attribute] > 0 or name == "persisting_l2"):
+            value = queried[attribute] * factor
+            gpu[name] = figure(int(value) if unit == "count" else round(value, 1), unit, source, "measured")
+    return gpu
+
+
 def power_mode(root: Path = Path("/")) -> str | None:
     """Name of the nvpmodel power mode that is set, from its status file and /etc/nvpmodel.conf; None elsewhere."""
     status = re.search(r"pmode:0*(\d+)", _text(root / "var/lib/nvpmodel/status"), re.ASCII)
@@ -155,7 +173,7 @@ def detect(name: str = "this-machine", measure: bool = True, calibrate: bool = T
             "bandwidth": bus.get("bandwidth", figure(measured, "GB/s", "the measured bandwidth stands in: the peak is not visible to software", "unsure")),
             "measured_bandwidth": figure(measured, "GB/s", test, "measured"),
         },
-        "gpu": base.data["gpu"] if base else None,
+        "gpu": _gpu(base.data["gpu"], cuda_query.query()) if base else None,
         "cpu": cpu,
         "calibration": None,
         "power_modes": base.data["power_modes"] if base else [],
