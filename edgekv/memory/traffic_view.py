@@ -57,7 +57,10 @@ class Live:
         from rich.live import Live as RichLive
 
         console = Console(stderr=True, highlight=False)
-        self._view = RichLive(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        # text for the terminal is printed above the view; text for a file or pipe must still go there
+        redirect = sys.stdout.isatty()
+        view = RichLive(console=console, refresh_per_second=4, transient=True, redirect_stdout=redirect, redirect_stderr=True)
+        self._view = view if console.is_terminal else None
         if self._view:
             self._view.start()
         self._thread.start()

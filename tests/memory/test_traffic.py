@@ -113,6 +113,18 @@ def test_blocks_of_more_rows_than_one_pass(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("hidden", [(16, 160), (0, 128), (144, 224), (16, 16)])
+@pytest.mark.parametrize("sliding", [0, 90])
+def test_hidden_slots_are_not_read(hidden, sliding, isa):
+    """Drafting with a part of the cache: slots hidden_from..hidden_to-1 of the body are left out."""
+    native.set_isa(isa)
+    fed = Fed(params_of(keep=0, body_slots=320, sliding_window=sliding))
+    fed.advance(230)
+    fed.view.header["hidden_from"], fed.view.header["hidden_to"] = hidden
+    assert fed.step(2, commit=False) == step_traffic(fed.params, 230, 2, isa, hidden=hidden)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("element", [0, 1])
 @pytest.mark.parametrize("positions", [0, 1])
 @pytest.mark.parametrize("name", ["full", "window", "window-without-sinks", "heavy", "heavy-unobserved"])
