@@ -17,7 +17,7 @@ CACHE_OPTIONS = ("keep", "kv_budget", "sinks", "window", "observe", "score_norma
 @click.command("profile", short_help="Tell what fits on a device, how fast it will be, and why.")
 @click.argument("model")
 @click.option("--device", "-d", "devices", multiple=True, help="Device or device:powermode of `edgekv devices`, or a profile file; several times to compare. Default: this machine.")
-@click.option("--context", type=click.IntRange(2), help="Tokens to plan for; default the model's own context, at most 32768.")
+@click.option("--context", type=click.IntRange(2), help="Tokens to plan for; default the model's own context, at most 32768 and what fits.")
 @click.option("--memory", help="Memory of a board that is sold with several sizes, e.g. 8GiB.")
 @click.option("--fit", multiple=True, help="Find the best policy for context=32k, speed=20 (tokens/s), memory=4GiB; commas or several times.")
 @click.option("--quality", type=click.Path(path_type=Path), help='Results to chart against bytes: JSON list of {"name", "kv_bytes", "quality"}.')
@@ -55,6 +55,8 @@ def command(
     if length > shape.context and policy.positions != "cache":
         raise UserError(f"--context {length} is beyond the {shape.context} tokens that {shape.name} was trained for; ask for at most that.")
     question = report.Question(shape, weight_format(weights), policy, budget, length, chunk)
+    if not (context or wanted.context or budget or shape.bundle):
+        question = report.shortened(question, profiles)
     made = {"model": _model(shape, question), "devices": [], "quality": _quality(quality)}
     chosen = [_fit(shape, profile, question, wanted, model) for profile in profiles] if fit else []
     for profile, found in zip(profiles, chosen or [None] * len(profiles), strict=True):

@@ -5,7 +5,7 @@ All figures are modelled or read from the profile; nothing here has run on the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgekv.budget import Budget
@@ -32,6 +32,18 @@ class Question:
 
     def cache(self) -> Plan:
         return plan(self.policy, self.shape.layers, self.budget, self.context)
+
+
+def shortened(question: Question, profiles: list[Profile]) -> Question:
+    """The same question with a context that fits all these devices whole, when the asked one does not and a shorter one does."""
+    cache, context = question.cache(), question.context
+    for profile in profiles:
+        memory = planner.memory_plan(question.shape, question.weights, cache, profile, question.chunk or cache.boundary)
+        if memory.fits is False:
+            room = memory.usable - memory.needed + cache.arena_bytes
+            fitting = planner.longest_context(question.policy, question.shape, room, question.context)[0]
+            context = min(context, fitting // 512 * 512 or context)
+    return replace(question, context=context)
 
 
 def bundle_plan(shape: ModelShape) -> Plan:
