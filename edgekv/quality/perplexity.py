@@ -60,13 +60,13 @@ def score(session: Session, ids: np.ndarray, progress: Callable[[int, int], None
             some = slice(at + first, at + min(first + ROWS_AT_A_TIME, block.size))
             rows = logits[first : first + ROWS_AT_A_TIME]
             best[some] = rows.argmax(axis=1)
-            loss[some] = _losses(rows, ids[some.start + 1 : some.stop + 1])
+            loss[some] = losses(rows, ids[some.start + 1 : some.stop + 1])
         session.commit(block.size)
         progress(session.position, ids.size - 1)
     return Scores(loss, best)
 
 
-def _losses(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
+def losses(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
     """-log softmax at the token that follows: float64 [R] of logits float32 [R, vocab] and ids int64 [R]."""
     top = logits.max(axis=1, keepdims=True)
     total = np.exp(logits - top).sum(axis=1, dtype=np.float64)
