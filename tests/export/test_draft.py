@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from edgekv import engine
 from edgekv.bundle import open_bundle
 from edgekv.errors import UserError
-from edgekv.export import checkpoint, draft, draft_corpus, draft_student, draft_train, exporter
+from edgekv.export import draft, draft_corpus, draft_student, draft_train, exporter, load
 from edgekv.generation.adaptive import FixedLength
 from edgekv.generation.decoders import plain
 from edgekv.generation.drafters.choose import choose
@@ -21,6 +21,15 @@ from edgekv.generation.session import Session
 from edgekv.generation.speculation import Speculation
 from edgekv.generation.text import load_tokenizer
 from edgekv.policy import CachePolicy, parse_budget
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small are slowed down by threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +41,7 @@ def target(tmp_path_factory):
     with torch.no_grad():
         for layer in model.model.layers[1:3]:
             for parameter in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                parameter.mul_(0.05)
-        model.model.embed_tokens.weight.mul_(2.0)
+                parameter.mul_(0.4)
     tiny_models.save(folder, model)
     return folder
 
@@ -72,8 +80,6 @@ def test_cutting_nothing_changes_nothing(target):
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "gpt_neox", "opt"])
 def test_other_architectures_can_be_cut_and_written(name, tmp_path):
     folder = tiny_models.make(tmp_path / "model", name, num_hidden_layers=3)
-    from edgekv.export import load
-
     source = load.find(str(folder))
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = np.arange(0, 260, 2)
@@ -179,7 +185,7 @@ def test_conversations_follow_the_template():
     )
     assert [bytes(part).decode() for part in (turns.opening, turns.to_answer, turns.to_user)] == ["<u>", ".<a>", ".<u>"]
     writer = draft_corpus._Writer(turns, (), frozenset(b"."))
-    said, sampled = "", iter(b"???hi.??good morning.??")
+    said, sampled = "", iter(b"???hi.???good morning.???")
     while len(said) < 26:
         said += chr(writer.next(next(sampled, ord("x"))))
     assert said == "<u>hi.<a>good morning.<u>x"
