@@ -40,7 +40,7 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
         return Choice("ngram", None, lambda loaded: NgramDrafter())
     if name == "self":
         window = _window(value) if value else DEFAULT_WINDOW
-        return Choice("self", None, lambda loaded: SelfWindowDrafter(loaded, window))
+        return Choice("self", None, lambda loaded: _self_window(loaded, window))
     if not Path(spec).exists():
         raise UserError(f"--draft takes ngram, self, self:WINDOW or the folder of a bundle; there is nothing at {spec}.")
     draft = open_bundle(spec, verify)
@@ -53,6 +53,12 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
         draft,
         lambda loaded: BundleDrafter(engine.load(draft, loaded.threads, alternating=True), loaded.vocab, token_ids),
     )
+
+
+def _self_window(loaded: Engine, window: int) -> Drafter:
+    if not hasattr(loaded, "look"):
+        raise UserError("--draft self needs an engine that can look at a part of its cache; this one cannot. Use --draft ngram or a bundle.")
+    return SelfWindowDrafter(loaded, window)
 
 
 def _window(text: str) -> int:
