@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_tensorrt import FakeDevice
-from test_engine import Place, library  # noqa: F401
+from test_tensorrt_engine import Place, library  # noqa: F401
 from tiny_bundle import make
 
 from edgekv import checks, layout

@@ -5,7 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from tiny_models import tiny
+from lowering_models import tiny
 
 from edgekv import layout, native
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options

@@ -12,7 +12,7 @@ from conftest import ROOT, WHEELS
 sys.path.insert(0, str(WHEELS / "rtx"))
 
 import tensorrt_rtx_bindings as trt  # noqa: E402
-from tiny_models import SHAPES, tiny  # noqa: E402
+from lowering_models import SHAPES, tiny  # noqa: E402
 
 from edgekv import bundle as bundles  # noqa: E402
 from edgekv import machine  # noqa: E402
@@ -187,3 +187,30 @@ def test_a_folder_that_is_no_engine_is_never_replaced(models, tmp_path, plugin):
     (target / "thesis.txt").write_text("years of work")
     code, text = run(bundle.folder, "-o", target, "--rtx", "--sm", 86, "--plugin", plugin, "--force")
     assert code == 2 and "is not an engine" in text and (target / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("name", "weights", "keep"), [("llama", "int4", "window"), ("gemma3_text", "fp16", "full")])
+def test_the_lowering_without_the_plugin_is_parsed_and_built(models, tmp_path, name, weights, keep):
+    """TensorScatter updates each cache in place, Attention sees it under the host's mask; no library of ours is loaded."""
+    from edgekv.export.to_tensorrt_plain import lower_plain
+
+    bundle = tiny(models, name, weights, keep)
+    made = lower_plain(bundle, tmp_path)
+    messages: list[str] = []
+    logger = make_logger(trt, messages)
+
+    def masks(ranges, profile):
+        for i, slots in enumerate(made.masks):
+            ranges.set_shape(f"mask.{i}", *((1, 1, rows, slots) for rows in (1, profile.best, profile.tokens)))
+
+    plan = tensorrt_build.build(
+        trt, made.graph, None, tensorrt_build.profiles(32, 4), messages=messages, logger=logger, sm=86, set_shapes=masks
+    )
+    assert len(plan) > 10_000
+    network = trt.Builder(logger).create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(made.graph)), messages
+    outputs = {network.get_output(i).name: tuple(network.get_output(i).shape) for i in range(network.num_outputs)}
+    inputs = {network.get_input(i).name: tuple(network.get_input(i).shape) for i in range(network.num_inputs)}
+    for i in range(2):
+        assert outputs[f"k.{i}.out"] == inputs[f"k.{i}"] and outputs[f"v.{i}.out"] == inputs[f"v.{i}"]
