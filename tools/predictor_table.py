@@ -38,7 +38,7 @@ def rows():
             "bytes": weights + cache,
             "peak": device.peak_gbps * 1e9,
             "measured": 1 / entry["tokens_per_second"],
-            "predicted": step_time(device, Work(weights, cache), cls).total,
+            "predicted": step_time(device, Work({"": weights}, cache), cls).total,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +11,7 @@ from edgekv.memory.predictor import PrefillTime, StepTime, Work, prefill_time, s
 from edgekv.memory.profiles import Profile
 from edgekv.memory.residency import dram_saving, hit_rate
 from edgekv.memory.traffic import step_traffic
-from edgekv.memory.weights import WeightFormat, resident, streamed_bytes
+from edgekv.memory.weights import WeightFormat, streams
 from edgekv.policy import Plan
 
 KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
@@ -41,8 +42,8 @@ class StepBytes:
         return self.weights + self.kv_read + self.kv_write + self.activations + self.logits
 
 
-def step_bytes(shape: ModelShape, weights: WeightFormat, cache: Plan, position: int) -> StepBytes:
-    """Bytes of the decode step that follows `position` tokens, from the static formulas."""
+def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, position: int) -> StepBytes:
+    """Bytes of the decode step that follows `position` tokens, from the static formulas. weights: as weights.streams gives them."""
     reads = index = writes = 0
     for params in cache.layers:
         shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
@@ -51,7 +52,7 @@ def step_bytes(shape: ModelShape, weights: WeightFormat, cache: Plan, position: 
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]
     rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
-    return StepBytes(streamed_bytes(shape, weights), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
+    return StepBytes(sum(weights.values()), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
 
 
 def _effective_window(params: dict) -> int:
@@ -121,12 +122,13 @@ class Decode:
 
 def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, position: int, persisting: bool = True) -> Decode:
     """The step after `position` tokens. UserError when the profile lacks the bandwidth."""
-    held = resident(weights, profile.data["decode_on"])
-    moved = step_bytes(shape, held, cache, position)
+    streamed = streams(shape, weights, profile.data["decode_on"])
+    moved = step_bytes(shape, streamed, cache, position)
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
     from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
-    work = Work(moved.weights * (1.0 - weight_hit), from_dram, held.name, cache.policy.element, len(shape.layers))
+    missed = {name: size * (1.0 - weight_hit) for name, size in streamed.items()}
+    work = Work(missed, from_dram, cache.policy.element, len(shape.layers))
     return Decode(position, moved, stay, step_time(profile, work))
 
 
@@ -136,6 +138,6 @@ def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Prof
     starts = range(0, tokens, chunk)
     held = min(cache.capacity, tokens)
     flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
-    kept = resident(weights, profile.data["decode_on"])
-    moved = step_bytes(shape, kept, cache, held // 2)
-    return prefill_time(profile, flops, len(starts), Work(moved.weights, moved.kv_read, kept.name, cache.policy.element, len(shape.layers)))
+    streamed = streams(shape, weights, profile.data["decode_on"])
+    moved = step_bytes(shape, streamed, cache, held // 2)
+    return prefill_time(profile, flops, len(starts), Work(streamed, moved.kv_read, cache.policy.element, len(shape.layers)))

@@ -16,7 +16,7 @@ from edgekv import layout
 from edgekv.memory import counters, detect, estimate
 from edgekv.memory.model import shape_from_bundle
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import resident, streamed_bytes, weight_format
+from edgekv.memory.weights import streams, weight_format
 
 OWNERS = ("weights", "kv_index", "kv_payload", "kv_write", "compaction", "activations", "logits")
 _PAYLOAD = [layout.TRAFFIC.index(f"read_{plane}") for plane in ("body_keys", "body_values", "tail_keys", "tail_values", "body_meta")]
@@ -62,7 +62,7 @@ class MeteredEngine:
         name = str(engine.bundle.manifest.get("weights", {}).get("format", "int4"))
         stored = weight_format(name)
         self.weight_format = stored.name
-        self._weights = streamed_bytes(shape, resident(stored, profile.data["decode_on"]))
+        self._weights = sum(streams(shape, stored, profile.data["decode_on"]).values())
         rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
         self._activations, self._vocab = 8 * rows * len(shape.layers), shape.vocab
         self._rows = self._counters_of(engine)

@@ -13,7 +13,7 @@ from edgekv.errors import UserError
 from edgekv.memory import estimate, planner
 from edgekv.memory.model import ModelShape
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import FORMATS, WeightFormat, resident, streamed_bytes
+from edgekv.memory.weights import FORMATS, WeightFormat, streams
 from edgekv.policy import CachePolicy, Plan, plan
 
 LEAST_TOKENS = 256  # a cache that keeps fewer is of little use, resident or not
@@ -31,7 +31,7 @@ def on_chip_room(shape: ModelShape, weights: WeightFormat, profile: Profile) -> 
     """Bytes of cache that can stay on chip from step to step: the set-aside, or what the weights leave of the last level."""
     if profile.persisting_bytes:
         return profile.persisting_bytes
-    left = (profile.last_level_bytes or 0) - streamed_bytes(shape, resident(weights, profile.data["decode_on"]))
+    left = (profile.last_level_bytes or 0) - sum(streams(shape, weights, profile.data["decode_on"]).values())
     return max(left, 0)
 
 

@@ -11,7 +11,7 @@ from edgekv.budget import Budget, format_bytes
 from edgekv.errors import UserError
 from edgekv.memory.model import ModelShape
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import BITS, WeightFormat, resident
+from edgekv.memory.weights import WeightFormat, packed_extra
 from edgekv.policy import CachePolicy, Plan, plan
 
 MIB = 1 << 20
@@ -41,7 +41,6 @@ RUNTIMES = {
 }
 TOKENIZER_FACTOR = 23  # resident bytes per byte of tokenizer.json, measured
 TOKENIZER_BYTES = 32  # of tokenizer.json per token of the vocabulary, where only a config is known
-BLOCK_SUM_BITS = 32 / 32  # one fp32 sum per block of 32 weights
 ASSUMED_IDLE = 1024 * MIB  # when a profile does not know the system's own use; always shown as an assumption
 
 
@@ -112,20 +111,6 @@ def workspace_bytes(shape: ModelShape, chunk: int, depth: int) -> int:
     return 4 * chunk * max(mlp, attention)
 
 
-def packed_extra(shape: ModelShape, weights: WeightFormat, decode_on: str) -> int:
-    """Bytes of weights in memory beyond those of the file."""
-    if not RUNTIMES[decode_on].packs:
-        return 0
-    held = resident(weights, decode_on)
-    matrices = sum(m.parameters for m in shape.matrices if m.owner not in ("embedding", "positions"))
-    extra = matrices * (held.bits - weights.bits) / 8
-    if weights.name in ("int4", "int8"):  # zero points go into the sums
-        extra += matrices * (BLOCK_SUM_BITS - (weights.bits - BITS[weights.name] - 1)) / 8
-    if shape.tied:
-        extra += shape.vocab * shape.hidden * weights.head_bits / 8
-    return round(extra)
-
-
 def memory_plan(
     shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, chunk: int = 256, logit_rows: int = 1
 ) -> MemoryPlan:
@@ -137,7 +122,7 @@ def memory_plan(
     text = tokenizer.stat().st_size if tokenizer else TOKENIZER_BYTES * shape.vocab
     lines = [
         Line("weights", stored, "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
-        Line("weights, packed copies", packed_extra(shape, weights, profile.data["decode_on"]), f"computed for {runtime.name}"),
+        Line("weights, packed copies", packed_extra(shape, weights) if runtime.packs else 0, f"computed for {runtime.name}"),
         *(Line(owner, size, "exact") for owner, size in arena_by_owner(cache.layers).items()),
         Line("workspace", round(runtime.workspace * workspace_bytes(shape, chunk, cache.capacity)), f"computed for blocks of {chunk} tokens"),
         Line("logits", 4 * shape.vocab * logit_rows, "exact"),
@@ -169,9 +154,11 @@ def _what_would_fit(memory, shape, weights, others, cache, rest, decode_on) -> s
         return f"with {weights.name} weights a KV budget of up to {room}MiB fits (asked: {format_bytes(cache)})."
     smaller = sorted((f for f in others.values() if f.bits < weights.bits), key=lambda f: -f.bits)
     for candidate in smaller if not shape.bundle else []:
-        room = memory.usable - rest - candidate.stored_bytes(shape) - packed_extra(shape, candidate, decode_on)
+        room = memory.usable - rest - candidate.stored_bytes(shape) - (packed_extra(shape, candidate) if RUNTIMES[decode_on].packs else 0)
+        room = room * 99 // 100 // MIB
         if room > 0:
-            return f"{candidate.name} weights leave {format_bytes(room)} for the KV cache; use --weights {candidate.name}."
+            budget = "" if cache <= room * MIB else f" with a KV budget of up to {room}MiB"
+            return f"{candidate.name} weights{budget} fit; use --weights {candidate.name}."
     total = memory.needed + memory.system.bytes
     return f"even its weights leave no room; it takes a device with at least {format_bytes(total)}, or a smaller model."
 

@@ -10,6 +10,7 @@ it, replaces them by rates measured on the device with edgekv's own kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgekv.errors import UserError
@@ -60,13 +61,19 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """What a decode step has to do: bytes from DRAM, and what decides at which rate they come."""
+    """What a decode step has to do: bytes from DRAM, and what decides at which rate they come.
 
-    weight_bytes: float
+    weights: bytes by the format they have in memory (int4, int8, fp32, ...).
+    """
+
+    weights: Mapping[str, float]
     cache_bytes: float
-    weights: str = "int4"  # format in memory: int4, int8 or fp32
     element: str = "fp16"  # of the cache
     layers: int = 0
+
+    @property
+    def weight_bytes(self) -> float:
+        return sum(self.weights.values())
 
 
 def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTime:
@@ -76,15 +83,14 @@ def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTim
     """
     measured = profile.data.get("calibration")
     if measured and rates is None:
-        figures = [measured["step_overhead"], measured["layer_overhead"], measured["weight_rate"].get(work.weights), measured["kv_rate"][work.element]]
-        if all(figure and figure["value"] for figure in figures[2:]) and None not in (figures[0]["value"], figures[1]["value"]):
-            call, layer, weight_rate, cache_rate = (figure["value"] for figure in figures)
-            basis = (
-                f"rates measured on this device: {weight_rate:g} GB/s {work.weights} weights, {cache_rate:g} GB/s {work.element} KV, "
-                f"{call:g} us per step and {layer:g} us per layer"
-            )
+        call, layer, cache_rate = measured["step_overhead"]["value"], measured["layer_overhead"]["value"], measured["kv_rate"][work.element]["value"]
+        weight_rates = {name: measured["weight_rate"].get(name, {}).get("value") for name in work.weights}
+        if None not in (call, layer, cache_rate, *weight_rates.values()):
+            told = ", ".join(f"{rate:g} GB/s {name} weights" for name, rate in weight_rates.items())
+            basis = f"rates measured on this device: {told}, {cache_rate:g} GB/s {work.element} KV, {call:g} us per step and {layer:g} us per layer"
             overhead = (call + layer * work.layers) / 1e6
-            return StepTime(overhead, work.weight_bytes / (weight_rate * 1e9), work.cache_bytes / (cache_rate * 1e9), basis)
+            reading = sum(size / (weight_rates[name] * 1e9) for name, size in work.weights.items())
+            return StepTime(overhead, reading, work.cache_bytes / (cache_rate * 1e9), basis)
     cls = CLASSES[rates or profile.data["decode_on"]]
     peak = profile.peak_gbps
     if peak is None:

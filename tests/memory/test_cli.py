@@ -115,7 +115,7 @@ def test_unknown_device_names_the_nearest(refused, model):  # noqa: F811
 
 
 def test_model_that_cannot_fit_is_told_what_would(refused, model):  # noqa: F811
-    assert "use --weights int4" in refused("profile", model("llama-3.1-8b"), "-d", "orin-nano-8gb", "--weights", "fp16", "--context", "4096")
+    assert "use --weights int8" in refused("profile", model("llama-3.2-3b"), "-d", "orin-nano-8gb", "--weights", "fp16", "--context", "4096")
     assert "a device with at least" in refused("profile", model("llama-2-70b"), "-d", "orin-nano-8gb", "--context", "4096")
 
 

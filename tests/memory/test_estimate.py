@@ -21,7 +21,7 @@ def cache_of(s, keep="full", budget=None, context=8192, **more):
 
 def test_full_cache_reads_every_cached_token_once():
     s = shape("smollm2")
-    moved = estimate.step_bytes(s, INT4, cache_of(s), 2048)
+    moved = estimate.step_bytes(s, INT4.streams(s), cache_of(s), 2048)
     keys_of_partial_block = 15 * 30 * 3 * 64 * 2  # the new token's key block is read whole
     assert moved.kv_read == 23040 * 2049 + keys_of_partial_block
     assert moved.kv_write == 23040 and moved.weights == INT4.step_bytes(s)
@@ -32,7 +32,7 @@ def test_bounded_cache_reads_stop_growing():
     s = shape("smollm2")
     for keep in ("window", "heavy"):
         cache = cache_of(s, keep, "512tok")
-        reads = [estimate.step_bytes(s, INT4, cache, depth).kv_read for depth in (4095, 8191)]
+        reads = [estimate.step_bytes(s, INT4.streams(s), cache, depth).kv_read for depth in (4095, 8191)]
         assert reads[0] == reads[1] <= 23040 * (512 + 16)
 
 
@@ -48,7 +48,7 @@ def test_weights_from_dram_unless_everything_fits_on_chip():
 
 def test_persisting_window_is_told_with_its_gain():
     s = shape("llama-3.2-1b")
-    moved = estimate.step_bytes(s, INT4, cache_of(s, "window", "2.5MiB", 8192), 8000)
+    moved = estimate.step_bytes(s, INT4.streams(s), cache_of(s, "window", "2.5MiB", 8192), 8000)
     stay = estimate.residency(AGX, moved)
     assert stay.hit == 1.0 and "holds the whole KV cache" in stay.sentence and 0 < stay.saving < 0.01
     stay = estimate.residency(AGX, moved, persisting=False)
@@ -57,7 +57,7 @@ def test_persisting_window_is_told_with_its_gain():
 
 def test_unknown_cache_size_counts_nothing_as_on_chip():
     s = shape("smollm2")
-    stay = estimate.residency(profiles.load("thor-t4000"), estimate.step_bytes(s, INT4, cache_of(s), 100))
+    stay = estimate.residency(profiles.load("thor-t4000"), estimate.step_bytes(s, INT4.streams(s), cache_of(s), 100))
     assert stay.hit == 0.0 and "unknown" in stay.sentence
 
 
@@ -78,7 +78,7 @@ def test_sliding_window_layers_read_their_window_alone():
     s = shape_from_config(config, "gemma-3-270m")
     cache = cache_of(s, context=32768)
     per_token = 2 * 256 * 2
-    assert estimate.step_bytes(s, INT4, cache, 32000).kv_read == pytest.approx(per_token * (3 * 32001 + 15 * 512), rel=0.01)
+    assert estimate.step_bytes(s, INT4.streams(s), cache, 32000).kv_read == pytest.approx(per_token * (3 * 32001 + 15 * 512), rel=0.01)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [

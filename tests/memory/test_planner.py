@@ -33,30 +33,11 @@ def test_arena_owners_sum_to_the_arena_and_never_exceed_the_budget(keep, budget)
         assert cache.arena_bytes <= int(budget[0]) << 20
 
 
-def test_weights_of_a_format_follow_from_its_blocks():
-    """SmolLM2 in int4: every matrix is a multiple of 32 wide, so 16 bytes of codes, 4 of scale and half a zero point per 32."""
-    s = shape("smollm2")
-    matrices = s.parameters - s.vectors
-    assert FORMATS["int4"].stored_bytes(s) == pytest.approx(matrices / 32 * 20.5 + 4 * s.vectors, abs=8)
-    assert FORMATS["int4"].step_bytes(s) == FORMATS["int4"].stored_bytes(s)  # the tied table is the output matrix
-    untied = shape("qwen2.5-7b")
-    assert FORMATS["fp16"].stored_bytes(untied) - FORMATS["fp16"].step_bytes(untied) == untied.vocab * untied.hidden * 2
-
-
 def test_half_precision_is_widened_on_the_cpu_and_not_on_the_gpu():
-    cpu = profiles.load("raspberry-pi-5", 8 << 30)
-    s = shape("smollm2")
-    assert planner.packed_extra(s, FORMATS["fp16"], "gpu") == 0
+    cpu, s = profiles.load("raspberry-pi-5", 8 << 30), shape("smollm2")
     on_cpu = made("smollm2", "fp16", device=cpu)[3].bytes_of("weights", "weights, packed copies")
     assert on_cpu == pytest.approx(4 * s.parameters + 2 * s.vocab * s.hidden, rel=0.001)  # and the table stays as it is stored
-
-
-def test_integer_blocks_are_packed_with_a_sum_and_the_tied_table_stays():
-    """MatMulNBits holds codes, fp32 scale and fp32 sum per 32 weights; the embedding is looked up in the file's own bytes."""
-    s = shape("smollm2")
-    held = FORMATS["int4"].stored_bytes(s) + planner.packed_extra(s, FORMATS["int4"], "cpu")
-    matrices, table = s.parameters - s.vectors, s.vocab * s.hidden
-    assert held == pytest.approx(matrices * 6 / 8 + table * 5.125 / 8 + 4 * s.vectors, abs=16)
+    assert made("smollm2", "fp16")[3].bytes_of("weights", "weights, packed copies") == pytest.approx(2 * s.parameters, rel=0.001)
 
 
 def test_unknown_idle_use_is_an_assumption_and_unknown_memory_no_verdict():
@@ -90,10 +71,11 @@ def test_cache_that_is_too_large_is_told_the_budget_that_fits():
 
 
 def test_weights_that_are_too_large_are_told_the_format_that_fits():
-    sentence = refused("llama-3.1-8b", "fp16", "window", "64MiB")
-    assert "use --weights int4" in sentence
-    made_again = made("llama-3.1-8b", "int4", "window", "64MiB")[3]
-    assert made_again.fits
+    assert "int8 weights fit; use --weights int8" in refused("llama-3.2-3b", "fp16", "window", "64MiB")
+    assert made("llama-3.2-3b", "int8", "window", "64MiB")[3].fits
+    sentence = refused("llama-3.2-3b", "fp16", "window", "4GiB", 131072)
+    budget = re.search(r"int8 weights with a KV budget of up to (\d+MiB) fit; use", sentence).group(1)
+    assert made("llama-3.2-3b", "int8", "window", budget, 131072)[3].fits
 
 
 def test_model_that_is_too_large_in_every_format_is_told_the_device_that_fits():

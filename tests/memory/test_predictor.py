@@ -48,7 +48,7 @@ def test_constants_are_the_fit(cls):
 def test_unstated_power_mode_fits_the_15_watt_mode():
     """What the outliers' note says: at the clocks of 15W the same predictor is within 20 percent."""
     for row in (r for r in ROWS if r["device"] == "orin-nano-8gb" and r["runtime"] == "Edge-LLM"):
-        seconds = step_time(profiles.load("orin-nano-8gb:15W"), Work(row["bytes"], 0)).total
+        seconds = step_time(profiles.load("orin-nano-8gb:15W"), Work({"int4": row["bytes"]}, 0)).total
         assert abs(row["measured"] / seconds - 1) < 0.2
 
 
@@ -61,19 +61,19 @@ def test_emc_load_of_a_published_run_agrees_with_the_bytes_counted():
 
 def test_limit_names_what_takes_the_time():
     nano = profiles.load("orin-nano-8gb")
-    assert step_time(nano, Work(4e9, 1e8)).limit == "reading the weights"
-    assert step_time(nano, Work(1e8, 4e9)).limit == "reading the KV cache"
-    assert step_time(nano, Work(1e7, 1e6)).limit == "fixed cost per step"
+    assert step_time(nano, Work({"int4": 4e9}, 1e8)).limit == "reading the weights"
+    assert step_time(nano, Work({"int4": 1e8}, 4e9)).limit == "reading the KV cache"
+    assert step_time(nano, Work({"int4": 1e7}, 1e6)).limit == "fixed cost per step"
 
 
 def test_unknown_rates_are_said_not_invented():
-    assert prefill_time(profiles.load("raspberry-pi-5"), 1e12, 1, Work(1e9, 0)).seconds is None
+    assert prefill_time(profiles.load("raspberry-pi-5"), 1e12, 1, Work({"int4": 1e9}, 0)).seconds is None
     thor = profiles.load("agx-thor")
-    assert "assuming" in prefill_time(thor, 1e12, 1, Work(1e9, 0)).basis
+    assert "assuming" in prefill_time(thor, 1e12, 1, Work({"int4": 1e9}, 0)).basis
     data = dict(thor.data)
     data["memory"] = {**data["memory"], "bandwidth": {"value": None, "unit": "GB/s", "source": "nobody", "confidence": "unknown"}}
     with pytest.raises(UserError, match="bandwidth of agx-thor is unknown"):
-        step_time(profiles.Profile(data), Work(1e9, 0))
+        step_time(profiles.Profile(data), Work({"int4": 1e9}, 0))
 
 
 def test_calibration_of_a_profile_replaces_the_fit():
@@ -89,7 +89,7 @@ def test_calibration_of_a_profile_replaces_the_fit():
         "prefill_rate": figure(0.2, "TOP/s"),
     }
     profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
-    assert step_time(profile, Work(1e9, 1e8, layers=20)).total == pytest.approx(0.0005 + 20 * 1e-5 + 0.05 + 0.01)
-    assert step_time(profile, Work(1e9, 1e8, "int8", "fp32")).total == pytest.approx(0.0005 + 0.04 + 1e8 / 15e9)
-    assert "fitted" in step_time(profile, Work(1e9, 1e8, "fp32")).basis  # no rate was measured for it
-    assert prefill_time(profile, 1e12, 4, Work(1e8, 0)).seconds == pytest.approx(5.0)
+    assert step_time(profile, Work({"int4": 1e9}, 1e8, layers=20)).total == pytest.approx(0.0005 + 20 * 1e-5 + 0.05 + 0.01)
+    assert step_time(profile, Work({"int8": 1e9}, 1e8, "fp32")).total == pytest.approx(0.0005 + 0.04 + 1e8 / 15e9)
+    assert "fitted" in step_time(profile, Work({"fp32": 1e9}, 1e8)).basis  # no rate was measured for it
+    assert prefill_time(profile, 1e12, 4, Work({"int4": 1e8}, 0)).seconds == pytest.approx(5.0)
