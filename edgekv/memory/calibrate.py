@@ -56,17 +56,20 @@ class _Session:
 
 
 def _matrix(graph: Graph, x: str, outputs: int, inputs: int, weights: str, random: np.random.Generator) -> tuple[str, int]:
-    """A linear layer in a weight format; returns its output and the bytes of its weights."""
-    if weights in BITS:
-        bits, blocks = BITS[weights], inputs // BLOCK
-        codes = random.integers(0, 256, (outputs, blocks, BLOCK * bits // 8), dtype=np.uint8)
-        scales = np.full((outputs, blocks), 1e-3, np.float32)
-        zeros = np.full((outputs, blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)
-        names = [graph.constant(part) for part in (codes, scales, zeros)]
-        y = graph.node("MatMulNBits", [x, *names], domain=MICROSOFT, K=inputs, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=4)
-        return y, codes.nbytes + scales.nbytes + zeros.nbytes
-    matrix = random.standard_normal((inputs, outputs), np.float32) * 0.01
-    return graph.node("MatMul", [x, graph.constant(matrix)]), matrix.nbytes
+    """A linear layer as the exporter writes it in a weight format; returns its output and the bytes of its weights."""
+    if weights not in BITS:
+        matrix = random.standard_normal((inputs, outputs), np.float32) * 0.01
+        return graph.node("MatMul", [x, graph.constant(matrix)]), matrix.nbytes
+    bits, blocks = BITS[weights], inputs // BLOCK
+    if bits == 4:  # one more column per block holds offsets; the input gets the sums of its blocks appended
+        x = graph.node("AppendBlockSums", [x], domain="edgekv")
+        blocks += -(-blocks // BLOCK)
+    codes = random.integers(0, 256, (outputs, blocks, BLOCK * bits // 8), dtype=np.uint8)
+    scales = np.full((outputs, blocks), 1e-3, np.float32)
+    zeros = np.full((outputs, -(-blocks * bits // 8)), 0x88 if bits == 4 else 0x80, np.uint8)
+    names = [graph.constant(part) for part in (codes, scales, zeros)]
+    y = graph.node("MatMulNBits", [x, *names], domain=MICROSOFT, K=blocks * BLOCK, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=4)
+    return y, codes.nbytes + scales.nbytes + zeros.nbytes
 
 
 def weight_seconds(weights: str, total: int, threads: int, rows: int = 1) -> tuple[float, int, int]:
@@ -84,27 +87,34 @@ def weight_seconds(weights: str, total: int, threads: int, rows: int = 1) -> tup
 
 
 def decoder_seconds(layers: int, threads: int) -> float:
-    """A decode step of a model whose layers are as small as they can be: what is left is overhead."""
-    hidden, heads, dim = 64, 4, 16
+    """A decode step of a model whose layers are as small as they can be, node for node like an exported one: overhead alone."""
+    hidden, heads, kv_heads, dim = 64, 4, 2, 16
     graph, random = Graph(), np.random.default_rng(0)
-    params = layout.complete({"q_heads": heads, "kv_heads": 2, "key_dim": dim, "value_dim": dim, "body_slots": 16, "tail_slots": 16, "scale": 0.25})
+    params = layout.complete({
+        "q_heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim, "body_slots": 16, "tail_slots": 16, "scale": 0.25,
+        "rotary_dim": dim, "fused_rotary": 1,
+    })  # fmt: skip
     size = layout.state_bytes(params)
     x = graph.input("x", np.float32, [1, 1, hidden])
     position = graph.input("position", np.int64, [1])
     inputs, outputs = {"x": np.ones((1, 1, hidden), np.float32), "position": np.zeros(1, np.int64)}, {}
     ones = graph.constant(np.ones(hidden, np.float32))
+    cos, sin = graph.constant(np.ones((1, 1, dim // 2), np.float32)), graph.constant(np.zeros((1, 1, dim // 2), np.float32))
+    halves = graph.constant(np.array([2 * hidden, 2 * hidden], np.int64))
     attributes = {name: float(params[name]) if code == "f" else int(params[name]) for name, code, _ in layout.FIELDS}
     for index in range(layers):
         state = native.new_state(native.LayerParams(**params)).view(np.int8)
         graph.input(f"s{index}", np.int8, [size])
         graph.output(f"t{index}", np.int8, [size])
         inputs[f"s{index}"] = outputs[f"t{index}"] = state
-        normed = graph.node("SimplifiedLayerNormalization", [x, ones], axis=-1, epsilon=1e-5)
-        q, k, v = (_matrix(graph, normed, width, hidden, "int4", random)[0] for width in (heads * dim, 2 * dim, 2 * dim))
-        y = graph.node("BoundedCacheAttention", [q, k, v, position, f"s{index}"], [f"a{index}", f"t{index}"], "edgekv", **attributes)
+        normed = graph.node("RMSNormalization", [x, ones], axis=-1, epsilon=1e-5)
+        packed, _ = _matrix(graph, normed, (heads + 2 * kv_heads) * dim, hidden, "int4", random)
+        y = graph.node("BoundedCacheAttention", [packed, "", "", position, f"s{index}", cos, sin], [f"a{index}", f"t{index}"], "edgekv", **attributes)
         x = graph.node("Add", [x, _matrix(graph, y, hidden, heads * dim, "int4", random)[0]])
-        normed = graph.node("SimplifiedLayerNormalization", [x, ones], axis=-1, epsilon=1e-5)
-        gate, up = (_matrix(graph, normed, 2 * hidden, hidden, "int4", random)[0] for _ in range(2))
+        normed = graph.node("RMSNormalization", [x, ones], axis=-1, epsilon=1e-5)
+        both, _ = _matrix(graph, normed, 4 * hidden, hidden, "int4", random)
+        gate, up = f"g{index}", f"u{index}"
+        graph.node("Split", [both, halves], [gate, up], axis=-1)
         gated = graph.node("Mul", [graph.node("Mul", [gate, graph.node("Sigmoid", [gate])]), up])
         x = graph.node("Add", [x, _matrix(graph, gated, hidden, 2 * hidden, "int4", random)[0]])
     graph.node("Identity", [x], ["y"])

@@ -77,5 +77,5 @@ class Graph:
         self._value(12, name, kind, shape)
 
     def model(self) -> bytes:
-        opsets = b"".join(_block(8, _block(1, domain) + _number(2, version)) for domain, version in (("", 21), ("com.microsoft", 1), ("edgekv", 1)))
+        opsets = b"".join(_block(8, _block(1, domain) + _number(2, version)) for domain, version in (("", 23), ("com.microsoft", 1), ("edgekv", 1)))
         return _number(1, 10) + _block(7, b"".join(self.parts) + _block(2, "micro")) + opsets
