@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from edgekv import layout
 from edgekv.memory.model import ModelShape, rows_per_step_flops
 from edgekv.memory.predictor import PrefillTime, StepTime, Work, prefill_time, step_time
 from edgekv.memory.profiles import Profile
@@ -55,9 +56,9 @@ def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, posit
     return StepBytes(sum(weights.values()), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
 
 
-def _effective_window(params: dict) -> int:
-    """A heavy cache that is smaller than the model's window hides nothing that its positions could decide."""
-    return 0 if params["keep"] == 2 and params["sliding_window"] >= params["body_slots"] + params["tail_slots"] else params["sliding_window"]
+def _effective_window(params: Mapping) -> int:
+    """The model's sliding window; 0 for a heavy cache, where what it hides depends on the text: an upper bound of the bytes."""
+    return 0 if params["keep"] == layout.KEEPS["heavy"] else params["sliding_window"]
 
 
 @dataclass(frozen=True)

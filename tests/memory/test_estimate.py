@@ -76,6 +76,8 @@ def test_sliding_window_layers_read_their_window_alone():
               "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "max_position_embeddings": 32768,
               "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3}  # fmt: skip
     s = shape_from_config(config, "gemma-3-270m")
+    for keep, budget in (("heavy", "256tok"), ("heavy", "4096tok"), ("window", "256tok")):
+        assert estimate.step_bytes(s, INT4.streams(s), cache_of(s, keep, budget, context=32768), 32000).kv_read > 0
     cache = cache_of(s, context=32768)
     per_token = 2 * 256 * 2
     assert estimate.step_bytes(s, INT4.streams(s), cache, 32000).kv_read == pytest.approx(per_token * (3 * 32001 + 15 * 512), rel=0.01)
