@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,7 @@ class OnnxRuntimeEngine:
         self._rows = np.zeros(max_rows, np.int64)
         self._session: ort.InferenceSession | None = self._load(bundle.graph_path, alternating)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        # layers compact independently; threads that last are cheaper than new ones at every boundary
-        self._helpers = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
+        self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
 
     def _load(self, path: Path, alternating: bool) -> ort.InferenceSession:
@@ -184,17 +182,7 @@ class OnnxRuntimeEngine:
         for params in self._params:
             if params.keep == layout.KEEPS["full"] and position > params.body_slots:
                 raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
-        layers = iter(range(len(self._states)))  # taken one by one by every thread; a late helper just finds none left
-
-        def work() -> None:
-            for layer in layers:
-                native.compact(self._params[layer], self._states[layer], position, rank, self._inv_freq[layer], threads=1)
-
-        helpers = [self._helpers.submit(work) for _ in range(self.threads - 1)] if self._helpers else []
-        work()
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+        self._compact_layers(position, rank, self.threads)
         self._tail_base = position
         self._shift[0] = position - rank
 
@@ -222,9 +210,7 @@ class OnnxRuntimeEngine:
         return Occupancy(self.arena.nbytes, used, *most)
 
     def close(self) -> None:
-        if self._helpers:
-            self._helpers.shutdown()
         self._bindings.clear()
-        self._session = None
+        self._session = self._compact_layers = None
         self._states, self._headers, self._hidden = [], [], []
         self.arena = np.empty(0, np.uint8)
