@@ -57,7 +57,7 @@ def lower(bundle: Bundle, folder: Path, *, half: bool = True, int4: bool = True,
     """
     model = onnx.load(bundle.graph_path, load_external_data=False)
     with Sink(folder) as sink:
-        work = _Lowering(model, Source(model, bundle.graph_path.parent), sink, half, int4 and half)
+        work = Lowering(model, Source(model, bundle.graph_path.parent), sink, half, int4 and half)
         work.run(progress or (lambda done, total: None))
         size = sink.bytes
     inline = sum(len(t.raw_data) for t in sink.tensors.values())
@@ -65,7 +65,13 @@ def lower(bundle: Bundle, folder: Path, *, half: bool = True, int4: bool = True,
     return Lowered(folder / "model.onnx", size + inline, work.int4_matrices)
 
 
-class _Lowering:
+def attention_params(node: NodeProto) -> dict:
+    """The fields of attributes.def of an attention node."""
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return {name: attributes.get(name, default) for name, _, default in layout.FIELDS}
+
+
+class Lowering:
     """One pass over the nodes in order; `self.nodes` collects what they become."""
 
     def __init__(self, model: onnx.ModelProto, source: Source, sink: Sink, half: bool, int4: bool):
@@ -241,16 +247,8 @@ class _Lowering:
         self.emit("Cast", [scaled], self.real, name=node.output[0], to=self.real)
 
     def attention(self, node: NodeProto) -> None:
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        params = {name: attributes.get(name, default) for name, _, default in layout.FIELDS}
-        given = [*node.input, "", ""]
-        q, k, v = given[:3]
-        if not k:
-            widths = [params["q_heads"] * params["key_dim"], params["kv_heads"] * params["key_dim"], params["kv_heads"] * params["value_dim"]]
-            sizes = self.number("trt.split." + "_".join(map(str, widths)), widths)
-            q = self.emit("Split", [self.value(q), sizes], self.real, outputs=3, axis=-1)
-            q, k, v = (q[:-1] + str(i) for i in range(3))
-        inputs = [self.value(x) for x in (q, k, v)] + [given[3], given[4]]
+        params, given = attention_params(node), [*node.input, "", ""]
+        inputs = [*self.rows(node, params), given[3], given[4]]
         if params["fused_rotary"]:
             inputs += [self.value(x, exact=True) for x in given[5:7]]
         kept = {name: params[name] for name, _, _ in layout.FIELDS}
@@ -261,6 +259,16 @@ class _Lowering:
             )
         )  # fmt: skip
         self.kinds.update({node.output[0]: self.real, node.output[1]: TensorProto.INT8})
+
+    def rows(self, node: NodeProto, params: dict) -> list[str]:
+        """Queries, keys and values of an attention node, unpacked."""
+        q, k, v = node.input[:3]
+        if not k:
+            widths = [params["q_heads"] * params["key_dim"], params["kv_heads"] * params["key_dim"], params["kv_heads"] * params["value_dim"]]
+            sizes = self.number("trt.split." + "_".join(map(str, widths)), widths)
+            q = self.emit("Split", [self.value(q), sizes], self.real, outputs=3, axis=-1)
+            q, k, v = (q[:-1] + str(i) for i in range(3))
+        return [self.value(x) for x in (q, k, v)]
 
     def matmul_nbits(self, node: NodeProto) -> None:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
