@@ -1,6 +1,8 @@
 # make demo       sets everything up, exports a real model and runs it inside a fixed KV budget
 # make test       sets everything up and runs the tests (under 15 minutes on two cores)
 # make test-slow  the long checks as well
+# make test-tensorrt  the TensorRT tests with NVIDIA's own parser, builder and registries (no GPU needed; needs nvcc)
+# make plugin     builds the TensorRT plugin library with nvcc
 # make soak       100,000 tokens in one run: memory flat to the byte, speed flat
 #
 # Needs Linux, Python 3.10 to 3.12 with venv, g++ and a network. Everything lands in .venv, .cache and bundles; every step can be
@@ -11,21 +13,30 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 GGUF   := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DEMO   := bundles/smollm2-demo
+# after a text of 1,600 tokens, in a cache of 350
+QUESTION := "Thank you for this long text. Now please write a short story about a lighthouse keeper."
 SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '*.def' -o -name '*.cuh' -o -name setup.py 2>/dev/null)
 
-.PHONY: demo test test-slow soak setup clean
+.PHONY: demo test test-slow test-tensorrt plugin soak setup clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)/manifest.json
 	$(BIN)/edgekv inspect $(DEMO)
 	@echo
-	$(BIN)/edgekv run $(DEMO) --prompt-file docs/cache.md --max-tokens 128
+	{ cat docs/cache.md; echo; echo $(QUESTION); } | $(BIN)/edgekv run $(DEMO) --chat --prompt-file /dev/stdin --max-tokens 160
 
 test: setup $(GGUF)
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-slow: setup $(GGUF)
 	$(BIN)/python -m pytest -q
+
+test-tensorrt: setup $(GGUF)
+	$(BIN)/python tools/tensorrt_wheels.py
+	$(BIN)/python -m pytest -q tests/tensorrt
+
+plugin: setup
+	$(BIN)/python tools/build_plugin.py
 
 soak: $(DEMO)/manifest.json
 	$(BIN)/python tools/soak.py $(DEMO)
