@@ -33,7 +33,7 @@ test-slow: setup $(GGUF)
 
 test-tensorrt: setup $(GGUF)
 	$(BIN)/python tools/tensorrt_wheels.py
-	$(BIN)/python -m pytest -q tests/tensorrt
+	EDGEKV_TENSORRT_TESTS=1 $(BIN)/python -m pytest -q tests/tensorrt
 
 plugin: setup
 	$(BIN)/python tools/build_plugin.py
