@@ -129,7 +129,7 @@ def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profi
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
     from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
     missed = {name: size * (1.0 - weight_hit) for name, size in streamed.items()}
-    work = Work(missed, from_dram, cache.policy.element, len(shape.layers))
+    work = Work(missed, from_dram, cache.policy.element, len(shape.layers), shape.hidden)
     return Decode(position, moved, stay, step_time(profile, work))
 
 
@@ -141,4 +141,4 @@ def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Prof
     flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
     streamed = streams(shape, weights, profile.data["decode_on"])
     moved = step_bytes(shape, streamed, cache, held // 2)
-    return prefill_time(profile, flops, len(starts), Work(streamed, moved.kv_read, cache.policy.element, len(shape.layers)))
+    return prefill_time(profile, flops, len(starts), Work(streamed, moved.kv_read, cache.policy.element, len(shape.layers), shape.hidden))

@@ -32,6 +32,7 @@ CLASSES = {
     "gpu-generic": RateClass("gpu-generic", 11.15, 0.590, "llama.cpp on AGX Orin in early 2024"),
     "cpu": RateClass("cpu", 0.0, 0.669, "Ollama on Raspberry Pi 5 and Intel N150"),
 }
+NARROW_HIDDEN, WIDE_HIDDEN = 576, 4096  # widths at which calibrate times the weight rates
 PREFILL_SHARE = 0.3  # share of the dense tensor rate that prefill reaches; an assumption, not a fit: always printed as such
 
 
@@ -63,17 +64,27 @@ class StepTime:
 class Work:
     """What a decode step has to do: bytes from DRAM, and what decides at which rate they come.
 
-    weights: bytes by the format they have in memory (int4, int8, fp32, ...).
+    weights: bytes by the format they have in memory (int4, int8, fp32, ...). hidden: width of the model.
     """
 
     weights: Mapping[str, float]
     cache_bytes: float
     element: str = "fp16"  # of the cache
     layers: int = 0
+    hidden: int = 4096
 
     @property
     def weight_bytes(self) -> float:
         return sum(self.weights.values())
+
+
+def rate_at(calibration: Mapping, weights: str, hidden: int) -> float | None:
+    """Weight rate in GB/s for a model of this width: seconds per byte are linear in 1 / width between the two timed widths."""
+    wide, narrow = (calibration[name].get(weights, {}).get("value") for name in ("weight_rate", "narrow_weight_rate"))
+    if not wide or not narrow:
+        return None
+    share = (1 / min(max(hidden, NARROW_HIDDEN // 2), WIDE_HIDDEN) - 1 / WIDE_HIDDEN) / (1 / NARROW_HIDDEN - 1 / WIDE_HIDDEN)
+    return 1 / (1 / wide + max(1 / narrow - 1 / wide, 0.0) * share)
 
 
 def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTime:
@@ -84,9 +95,9 @@ def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTim
     measured = profile.data.get("calibration")
     if measured and rates is None:
         call, layer, cache_rate = measured["step_overhead"]["value"], measured["layer_overhead"]["value"], measured["kv_rate"][work.element]["value"]
-        weight_rates = {name: measured["weight_rate"].get(name, {}).get("value") for name in work.weights}
+        weight_rates = {name: rate_at(measured, name, work.hidden) for name in work.weights}
         if None not in (call, layer, cache_rate, *weight_rates.values()):
-            told = ", ".join(f"{rate:g} GB/s {name} weights" for name, rate in weight_rates.items())
+            told = ", ".join(f"{rate:.3g} GB/s {name} weights" for name, rate in weight_rates.items())
             basis = f"rates measured on this device: {told}, {cache_rate:g} GB/s {work.element} KV, {call:g} us per step and {layer:g} us per layer"
             overhead = (call + layer * work.layers) / 1e6
             reading = sum(size / (weight_rates[name] * 1e9) for name, size in work.weights.items())

@@ -85,11 +85,15 @@ def test_calibration_of_a_profile_replaces_the_fit():
         "step_overhead": figure(500, "us"),
         "layer_overhead": figure(10, "us"),
         "weight_rate": {"int4": figure(20, "GB/s"), "int8": figure(25, "GB/s"), "fp32": figure(None, "GB/s")},
+        "narrow_weight_rate": {"int4": figure(10, "GB/s"), "int8": figure(30, "GB/s"), "fp32": figure(None, "GB/s")},
         "kv_rate": {"fp16": figure(10, "GB/s"), "fp32": figure(15, "GB/s")},
         "prefill_rate": figure(0.2, "TOP/s"),
     }
     profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
     assert step_time(profile, Work({"int4": 1e9}, 1e8, layers=20)).total == pytest.approx(0.0005 + 20 * 1e-5 + 0.05 + 0.01)
     assert step_time(profile, Work({"int8": 1e9}, 1e8, "fp32")).total == pytest.approx(0.0005 + 0.04 + 1e8 / 15e9)
+    narrow = step_time(profile, Work({"int4": 1e9}, 0, hidden=576)).weights
+    between = step_time(profile, Work({"int4": 1e9}, 0, hidden=1024)).weights
+    assert narrow == pytest.approx(0.1) and 0.05 < between < 0.1  # short rows cost more per byte
     assert "fitted" in step_time(profile, Work({"fp32": 1e9}, 1e8)).basis  # no rate was measured for it
     assert prefill_time(profile, 1e12, 4, Work({"int4": 1e8}, 0)).seconds == pytest.approx(5.0)
