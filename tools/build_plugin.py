@@ -3,6 +3,7 @@
 
     python tools/build_plugin.py                 for the GPU of this machine, or for all supported ones where there is none
     python tools/build_plugin.py --arch 87 110   for chosen ones
+    python tools/build_plugin.py --cross-cudart D   for ARM, with D the folder of its libcudart_static.a
     python tools/build_plugin.py --emulate -o F  for a CPU, with g++ and plugins/emulation (tests)
 
 TensorRT's headers are taken from --tensorrt-include, $EDGEKV_TENSORRT_INCLUDE or the system's include path (where JetPack puts
@@ -86,13 +87,20 @@ def architectures(nvcc: str, wanted: list[str]) -> list[str]:
     return [a for a in ARCHITECTURES if f"compute_{a}\n" in listed]
 
 
-def compile_command(headers: Path, wanted: list[str], output: Path, extra: list[str]) -> list[str]:
+def compile_command(headers: Path, wanted: list[str], output: Path, extra: list[str], cross_cudart: Path | None = None) -> list[str]:
+    """cross_cudart: folder of ARM's libcudart_static.a; the library is then made for 64-bit ARM with aarch64-linux-gnu-g++."""
     nvcc = find_nvcc()
-    command = [nvcc, "-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wno-deprecated-declarations"]
-    command += [f"-I{headers}", f"-I{PLUGINS}", "--threads", str(os.cpu_count() or 1), *extra]
+    cudart = ["-cudart", "static"]
+    if cross_cudart:
+        include = Path(os.path.realpath(nvcc)).parents[1] / "include"
+        include = include if (include / "cuda_runtime.h").exists() else Path("/usr/local/cuda/include")
+        cudart = ["-cudart", "none", "-ccbin", "aarch64-linux-gnu-g++", f"-I{include}"]
+        extra = [*extra, f"-L{cross_cudart}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    command = [nvcc, "-std=c++17", "-O3", "-shared", *cudart, "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wno-deprecated-declarations"]
+    command += [f"-I{headers}", f"-I{PLUGINS}", "--threads", str(os.cpu_count() or 1)]
     for a in architectures(nvcc, wanted):
         command += ["-arch=native"] if a == "native" else ["-gencode", f"arch=compute_{a},code=sm_{a}"]
-    return [*command, *(str(PLUGINS / s) for s in SOURCES), "-o", str(output)]
+    return [*command, *(str(PLUGINS / s) for s in SOURCES), *extra, "-o", str(output)]
 
 
 def emulate_command(headers: Path, output: Path, extra: list[str]) -> list[str]:
@@ -105,13 +113,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="*", default=[], help="compute capabilities without the dot, such as 87 110")
     parser.add_argument("--emulate", action="store_true", help="build for a CPU")
+    parser.add_argument("--cross-cudart", type=Path, help="folder of ARM's libcudart_static.a: build for 64-bit ARM")
     parser.add_argument("--tensorrt-include", help="folder of NvInferRuntime.h")
     parser.add_argument("-o", "--output", type=Path, default=LIBRARY)
     options, extra = parser.parse_known_args()
     headers = tensorrt_headers(options.tensorrt_include)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     part = options.output.with_name(options.output.name + ".part")
-    command = emulate_command(headers, part, extra) if options.emulate else compile_command(headers, options.arch, part, extra)
+    command = emulate_command(headers, part, extra) if options.emulate else compile_command(headers, options.arch, part, extra, options.cross_cudart)
     code = subprocess.run(command).returncode
     if code:
         part.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fetch what the TensorRT tests need beside the project's own environment, into build/tensorrt-wheels: a real ONNX parser and
 builder that run without a GPU (TensorRT-RTX), two generations of the plugin registry (lean runtime), CUDA 12.6's run-time
-compiler. About half a gigabyte, none of it in the virtual environment.
+compiler, and libraries for ARM. About 700 MB on disk, none of it in the virtual environment.
 
     python tools/tensorrt_wheels.py      prints the folder; does nothing when it is complete
 """
@@ -20,6 +20,9 @@ WHEELS = {
     "lean10": ["tensorrt-lean-cu13-libs==10.16.1.11", "tensorrt-lean-cu13-bindings==10.16.1.11"],
     "lean11": ["tensorrt-lean-cu13-libs==11.4.0.106", "tensorrt-lean-cu13-bindings==11.4.0.106"],
     "nvrtc": ["nvidia-cuda-nvrtc-cu12==12.6.77"],
+    # What a Jetson has: for the plugin cross-compiled and loaded under qemu-user.
+    "arm-lean10": ["tensorrt-lean-cu13-libs==10.16.1.11", "--platform", "manylinux_2_35_aarch64", "--only-binary=:all:"],
+    "arm-cudart": ["nvidia-cuda-runtime==13.0.96", "--platform", "manylinux2014_aarch64", "--only-binary=:all:"],
 }
 
 
