@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgekv import layout
+from edgekv.memory.access import decode_step
 from edgekv.memory.residency import POLICIES, Access, Cache, dram_saving, hit_rate, simulate
 
 CAPACITY = 1 << 18
@@ -54,6 +56,32 @@ def test_persisting_window_agrees_when_hit_ratio_is_lowered(ratio):
 def test_persisting_cache_survives_weights_that_thrash_everything_else():
     assert kv_hits(4 * CAPACITY, CAPACITY // 2) == 0.0
     assert kv_hits(4 * CAPACITY, CAPACITY // 2, cache_mode="persisting", set_aside=CAPACITY * 3 // 4) == 1.0
+
+
+def real_step(weight_mode="normal", cache_mode="normal"):
+    """The access sequence of a decode step of a two-layer model with real state layouts; returns it with W and B."""
+    params = layout.complete({"q_heads": 4, "kv_heads": 2, "key_dim": 32, "value_dim": 32, "body_slots": 512, "tail_slots": 64, "scale": 0.2})
+    size, weights = layout.state_bytes(params), 96 << 10
+    states = [1 << 30, (1 << 30) + size]
+    step = decode_step([params] * 2, [(0, weights), (weights, weights)], states, 550, weight_mode, cache_mode)
+    read = sum(a.bytes for a in step if a.tensor in ("kv_keys", "kv_values"))
+    return step, 2 * weights, read
+
+
+@pytest.mark.parametrize("load", [0.5, 0.85, 1.15, 2.0])
+def test_closed_form_agrees_with_the_simulator_on_the_real_access_sequence(load):
+    step, streamed, kept = real_step()
+    counted = simulate(Cache(int((streamed + kept) / load), WAYS), [step] * 4, 2)
+    hits = 1 - sum(counted.misses[t] for t in ("kv_keys", "kv_values")) / sum(counted.lines[t] for t in ("kv_keys", "kv_values"))
+    assert hits == pytest.approx(hit_rate("lru", (streamed + kept) / load, streamed, kept), abs=0.02)
+
+
+def test_persisting_window_agrees_on_the_real_access_sequence():
+    step, streamed, kept = real_step(cache_mode="persisting")
+    capacity = int(kept * 1.6)
+    counted = simulate(Cache(capacity, WAYS, set_aside=capacity * 3 // 4), [step] * 4, 2)
+    assert counted.misses["kv_keys"] == counted.misses["kv_values"] == 0 < counted.misses["weights"]
+    assert hit_rate("persisting", capacity, streamed, kept, capacity * 0.75) == 1.0
 
 
 def test_lru_by_hand():
