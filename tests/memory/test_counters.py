@@ -13,6 +13,7 @@ import pytest
 from edgekv.memory import counters
 from edgekv.memory.counters.base import Counter, Poller, integrate
 from edgekv.memory.counters.emc_sysfs import EmcSysfs
+from edgekv.memory.counters import perf as perf_module
 from edgekv.memory.counters.perf import Perf, parse_stat
 from edgekv.memory.counters.rapl import Rapl
 from edgekv.memory.counters.resctrl import Resctrl
@@ -154,7 +155,7 @@ def test_perf_prefers_memory_controllers(tmp_path):
     tool = program(
         tmp_path / "perf",
         'case "$*" in *true) echo "1.0,MiB,uncore_imc_0/cas_count_read/" >&2; exit 0;; esac\n'
-        'trap \'echo "64.0,MiB,uncore_imc_0/cas_count_read/" >&2; exit 0\' INT\nwhile true; do sleep 0.02; done\n',
+        'trap \'echo "64.0,MiB,uncore_imc_0/cas_count_read/" >&2; exit 0\' INT TERM\nwhile true; do sleep 0.02; done\n',
     )
     counter = Perf(tmp_path, tool)
     assert counter.unavailable() is None
@@ -168,12 +169,29 @@ def test_perf_counts_64_bytes_per_miss_of_this_process(tmp_path):
     tool = program(
         tmp_path / "perf",
         'case "$*" in *true) echo "1,,LLC-load-misses" >&2; exit 0;; esac\n'
-        'trap \'printf "100,,LLC-load-misses\\n20,,LLC-store-misses\\n" >&2; exit 0\' INT\nwhile true; do sleep 0.02; done\n',
+        'trap \'printf "100,,LLC-load-misses\\n20,,LLC-store-misses\\n" >&2; exit 0\' INT TERM\nwhile true; do sleep 0.02; done\n',
     )
     counter = Perf(tmp_path, tool)
     counter.start()
     time.sleep(0.2)
     assert counter.stop().dram_bytes == 120 * 64
+
+
+@pytest.mark.parametrize("deaf", ["INT", "INT TERM"])
+def test_perf_that_does_not_hear_a_signal_is_ended_all_the_same(tmp_path, monkeypatch, deaf):
+    monkeypatch.setattr(perf_module, "PATIENCE", 0.3)
+    tool = program(
+        tmp_path / "perf",
+        'case "$*" in *true) echo "1,,LLC-load-misses" >&2; exit 0;; esac\n'
+        f'trap "" {deaf}\ntrap \'echo "7,,LLC-load-misses" >&2; exit 0\' TERM\n' + ("trap '' TERM\n" if "TERM" in deaf else "")
+        + "while true; do sleep 0.02; done\n",
+    )  # fmt: skip
+    counter = Perf(tmp_path, tool)
+    counter.start()
+    time.sleep(0.2)
+    reading = counter.stop()
+    assert reading.dram_bytes == (None if "TERM" in deaf else 7 * 64)
+    assert counter._process.returncode is not None
 
 
 def test_perf_that_supports_nothing_says_so(tmp_path):

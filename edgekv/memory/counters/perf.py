@@ -12,6 +12,7 @@ from pathlib import Path
 from edgekv.memory.counters.base import Reading
 
 LINE = 64  # bytes per last-level miss; every current x86 and Arm server or laptop part
+PATIENCE = 3.0  # seconds for perf to end after a signal
 LLC_EVENTS = ("LLC-load-misses", "LLC-store-misses")
 
 
@@ -82,8 +83,14 @@ class Perf:
 
     def stop(self) -> Reading:
         seconds = time.perf_counter() - self._began
-        self._process.send_signal(signal.SIGINT)  # perf prints its counts when interrupted
-        _, text = self._process.communicate()
+        text = ""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # perf prints its counts when it is ended by a signal
+            self._process.send_signal(number)
+            try:
+                _, text = self._process.communicate(timeout=PATIENCE)
+                break
+            except subprocess.TimeoutExpired:  # a process started with SIGINT ignored hands that on
+                continue
         counts = parse_stat(text)
         misses = any(event in counts for event in LLC_EVENTS)
         total = sum(counts.values()) * (LINE if misses else 1) if counts else None
