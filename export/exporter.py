@@ -14,6 +14,7 @@ from edgekv import bundle
 from edgekv.bundle import Bundle
 from edgekv.errors import UserError
 from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, trace, write
+from edgekv.export.attention import NAME
 from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
 from edgekv.generation.text import DRAFT_TOKENS
@@ -67,7 +68,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     with bundle.create(target, force=options.force) as partial:
         report("looking at the layers", None, None)
         hollow = _build(source)
-        rope.freeze(hollow, source.config, context)
+        rope.freeze(hollow, context)
         geometry = trace.discover(hollow)
         if options.policy.positions == "original":  # fail early; rotary frequencies are known only after tracing
             plan(options.policy, geometry, options.budget, context)
@@ -111,6 +112,10 @@ def _build(source: load.Source) -> Any:
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):  # a class that knows its own attentions only
+            raise UserError(
+                f"{source.config.model_type} does not route its attention through transformers' attention interface, so edgekv cannot export it."
+            ) from None
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot build {source.name} ({source.config.model_type}) as a causal language model: {reason}") from None
     refuse.check_model(model)

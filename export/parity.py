@@ -19,6 +19,7 @@ from edgekv import machine
 from edgekv.bundle import Bundle
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.errors import EdgekvError, UserError
+from edgekv.export import rope
 from edgekv.export.load import Source
 from edgekv.export.parity_text import TEXT
 from edgekv.export.quiet import quiet
@@ -90,12 +91,13 @@ def tokens_of(source: Source, vocab: int, room: int) -> np.ndarray:
     return np.asarray(ids, np.int64)
 
 
-def original_logits(source: Source, ids: np.ndarray) -> np.ndarray:
-    """float32 [T, vocab] of the model in single precision with transformers' plain attention."""
+def original_logits(source: Source, ids: np.ndarray, context: int) -> np.ndarray:
+    """float32 [T, vocab] of the model in single precision with transformers' plain attention, made for `context` positions."""
     with quiet(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(
             source.folder, config=source.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         ).eval()
+        rope.freeze(model, context)
         return model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
 
 
@@ -164,7 +166,7 @@ def judge(found: Parity, limits: Limits) -> None:
 def check(source: Source, bundle: Bundle, room: int) -> Parity:
     """Runs both and judges; returns the figures."""
     ids = tokens_of(source, bundle.model["vocab"], room)
-    original = original_logits(source, ids)
+    original = original_logits(source, ids, bundle.model["context"])
     try:
         ours = bundle_logits(bundle, ids)
     except UserError:

@@ -25,7 +25,7 @@ def choose_context(config: Any, asked: int | None) -> int:
     return asked
 
 
-def freeze(model: Any, config: Any, context: int) -> None:
+def freeze(model: Any, context: int) -> None:
     """Makes the rotary tables of longrope modules constant, with the factors that belong to `context`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

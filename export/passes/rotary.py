@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgekv.export.passes import match
+from edgekv.export.passes import frequencies, match
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Of one layer: cos and sin are [1, T, dim or dim / 2] values of the graph, inv_freq float32 [dim / 2]."""
+    """Of one layer: cos and sin are [1, T, dim or dim / 2] values of the graph, inv_freq [dim / 2] or, when unknown, empty."""
 
     cos: ir.Value
     sin: ir.Value
@@ -38,13 +38,17 @@ def apply(model: ir.Model) -> dict[int, Rotation]:
     """Layer -> its rotation, for the layers where both queries and keys matched."""
     found: dict[int, Rotation] = {}
     halved: dict[ir.Value, ir.Value] = {}
+    known: dict[tuple[ir.Value, ir.Value], tuple[float, ...]] = {}
     for node in match.attentions(model):
         q, k = _rotated(node.inputs[0]), _rotated(node.inputs[1])
         if q is None or k is None or (q.cos, q.sin, q.dim, q.interleaved) != (k.cos, k.sin, k.dim, k.interleaved):
             continue
-        cos, sin, inv_freq = _table(q.cos), _table(q.sin), _frequencies(q.cos, q.sin, q.dim)
-        if cos is None or sin is None or inv_freq is None:
+        cos, sin = _table(q.cos), _table(q.sin)
+        if cos is None or sin is None:
             continue
+        if (cos, sin) not in known:
+            known[cos, sin] = frequencies.find(model, cos, sin, q.dim, q.interleaved)
+        inv_freq = known[cos, sin]
         if q.interleaved:  # such tables hold every number twice in a row
             cos, sin = (_every_second(model, table, halved) for table in (cos, sin))
         node.replace_input_with(0, q.source)
@@ -141,48 +145,3 @@ def _table(value: ir.Value) -> ir.Value | None:
     lifted = match.producer(value, "Unsqueeze")
     table = lifted.inputs[0] if lifted is not None else value
     return table if table.shape is not None and len(table.shape) == 3 and table.shape[0] == 1 else None
-
-
-def _frequencies(cos: ir.Value, sin: ir.Value, dim: int) -> tuple[float, ...] | None:
-    """The one constant of dim / 2 numbers behind both cos and sin, found upwards of Cos and Sin."""
-    tables = []
-    for value, op_type in ((cos, "Cos"), (sin, "Sin")):
-        function = _upwards(value, op_type)
-        if function is None:
-            return None
-        tables.append(_constants(function.inputs[0], dim // 2))
-    if len(tables[0]) != 1 or tables[0].keys() != tables[1].keys():
-        return None
-    (numbers,) = tables[0].values()
-    return tuple(float(f) for f in np.asarray(numbers, np.float32).reshape(-1))
-
-
-def _upwards(value: ir.Value, op_type: str) -> ir.Node | None:
-    """Nearest node of this type among the producers of a value."""
-    waiting, seen = [value], set()
-    while waiting:
-        node = waiting.pop(0).producer()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if node.op_type == op_type:
-            return node
-        waiting.extend(i for i in node.inputs if i is not None)
-    return None
-
-
-def _constants(value: ir.Value, size: int) -> dict[str, np.ndarray]:
-    """Float constants of `size` numbers among everything that a value is computed from."""
-    waiting, seen, found = [value], set(), {}
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        numbers = match.constant(current)
-        if numbers is not None:
-            if numbers.size == size and numbers.dtype.kind == "f" and size > 1 or numbers.dtype.kind == "f" and numbers.size == size == 1 and numbers.ndim:
-                found[current.name] = numbers
-        elif current.producer() is not None:
-            waiting.extend(i for i in current.producer().inputs if i is not None)
-    return found
