@@ -23,7 +23,8 @@ SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '
 demo: $(DEMO)/manifest.json
 	$(BIN)/edgekv inspect $(DEMO)
 	@echo
-	{ cat docs/cache.md; echo; echo $(QUESTION); } | $(BIN)/edgekv run $(DEMO) --chat --prompt-file /dev/stdin --max-tokens 160
+	{ cat docs/cache.md; echo; echo $(QUESTION); } | $(BIN)/edgekv run $(DEMO) --chat --prompt-file /dev/stdin --max-tokens 160 \
+	  --repetition-penalty 1.1
 
 test: setup $(GGUF)
 	$(BIN)/python -m pytest -q -m "not slow"
