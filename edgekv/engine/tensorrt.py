@@ -164,6 +164,8 @@ class TensorRTEngine:
         tables = [np.asarray(self.bundle.inv_freq(i), np.float32) for i in range(len(self._params))]
         self._inv_freq = [self._upload(t) if t.size else 0 for t in tables]
         self._header = self._host((layout.HEADER.itemsize,), np.uint8)
+        self._hidden = self._host((len(self._params), 2), np.int32)  # hidden_from, hidden_to
+        self._hidden[:] = 0
 
     def _pieces(self, sizes: list[int]) -> list[int]:
         try:
@@ -266,6 +268,15 @@ class TensorRTEngine:
             return
         self._device.launch(self._graphs[key], self._stream)
 
+    def look(self, window: int | None) -> None:
+        lanes, at = layout.LANES, layout.HEADER.fields["hidden_from"][1]
+        for index, (params, state) in enumerate(zip(self._params, self._states, strict=True)):
+            kept = min(self._tail_base, params.body_slots)  # while everything fits everything is kept
+            end = 0 if window is None else (kept - window) // lanes * lanes
+            self._hidden[index] = (lanes, end) if end > lanes else 0
+            self._device.copy(state + at, self._hidden[index].ctypes.data, 8, TO_DEVICE, self._stream)
+        self._device.wait(self._stream)
+
     def compact(self, position: int) -> None:
         rank = min(position, self._rank_limit) if self._ranked else position
         for params in self._params:
@@ -313,7 +324,7 @@ class TensorRTEngine:
         self._graphs, self._contexts, self._engine = {}, [], None
         for address in self._owned:
             self._device.free(address)
-        self._inputs = self._logits = self._fresh = self._header = None
+        self._inputs = self._logits = self._fresh = self._header = self._hidden = None
         self._fields = {}
         for array in self._pinned:
             self._device.free_host(array)

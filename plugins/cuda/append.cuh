@@ -6,10 +6,12 @@
 namespace edgekv {
 namespace cuda {
 
-// What this step's kernels load and store. Every tile of row_block query rows reads the cache once; keys come in blocks of 16.
+// What this step's kernels load and store. Every tile of row_block query rows reads the cache once; keys come in blocks of 16. (Slots
+// hidden inside one split are loaded and masked; they are not counted.)
 EDGEKV_DEVICE void count_step(const Step& s, const Tail& tail) {
   const LayerParams& p = s.layer.p;
-  const uint64_t element = p.element == kFloat16 ? 2 : 4, heads = p.kv_heads, kept = tail.body, newest = tail.committed + s.rows;
+  const uint64_t element = p.element == kFloat16 ? 2 : 4, heads = p.kv_heads, newest = tail.committed + s.rows;
+  const uint64_t kept = tail.body - (tail.hidden_to - tail.hidden_from);
   const uint64_t passes = (uint64_t(s.rows) * (p.q_heads / p.kv_heads) + s.row_block - 1) / s.row_block * heads;
   const auto blocks = [](uint64_t slots) { return (slots + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES; };
   const int first_observed = p.tail_slots - p.observe > tail.committed ? p.tail_slots - p.observe : tail.committed;

@@ -40,6 +40,10 @@ EDGEKV_DEVICE Slots slots_of(const Step& s, const Tail& tail, int index) {
   r.begin = (r.tail ? index - body_splits : index) * s.split;
   const int filled = r.tail ? tail.committed + s.rows : tail.body;
   r.end = r.begin + s.split < filled ? r.begin + s.split : filled;
+  if (!r.tail) {  // hidden slots at either end are not even loaded; what is hidden between is masked
+    if (tail.hidden_from <= r.begin && r.begin < tail.hidden_to) r.begin = tail.hidden_to;
+    if (r.begin < tail.hidden_from && tail.hidden_from < r.end && r.end <= tail.hidden_to) r.end = tail.hidden_from;
+  }
   return r;
 }
 
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
       int key_pos[2] = {-1, -1};
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (2 * lane + e < tokens)
+        if (2 * lane + e < tokens && (slots.tail || slot + 2 * lane + e < tail.hidden_from || slot + 2 * lane + e >= tail.hidden_to))
           key_pos[e] = slots.tail ? tail.base + slot + 2 * lane + e
                                   : plane<int32_t>(s.layer, s.layer.at.body_pos)[size_t(kv_head) * p.body_slots + slot + 2 * lane + e];
 #pragma unroll

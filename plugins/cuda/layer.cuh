@@ -24,6 +24,7 @@ struct Tail {
   int base;            // position of tail slot 0
   int committed;       // tail rows before this step
   int body;            // filled body slots
+  int hidden_from, hidden_to;  // body slots that steps do not attend to, multiples of 16 (drafting with a part of the cache)
   bool ok;
 };
 
@@ -32,9 +33,12 @@ EDGEKV_DEVICE Tail read_tail(const Layer& l, long long position, int new_rows) {
   Tail t;
   const long long base = h->tail_base, committed = position - base;
   t.body = h->body_count;
+  t.hidden_from = h->hidden_from;
+  t.hidden_to = h->hidden_to;
   t.ok = h->magic == EDGEKV_STATE_MAGIC && h->layout_version == EDGEKV_LAYOUT_VERSION && h->params_hash == l.hash &&
          committed >= 0 && committed + new_rows <= l.p.tail_slots && t.body >= 0 && t.body <= l.p.body_slots && base >= 0 &&
-         base <= 0x7fffffffll - l.p.tail_slots;  // positions are stored as int32
+         base <= 0x7fffffffll - l.p.tail_slots &&  // positions are stored as int32
+         0 <= t.hidden_from && t.hidden_from <= t.hidden_to && t.hidden_to <= t.body && (t.hidden_from | t.hidden_to) % EDGEKV_LANES == 0;
   t.base = t.ok ? int(base) : 0;
   t.committed = t.ok ? int(committed) : 0;
   return t;

@@ -85,6 +85,21 @@ def test_a_row_has_the_same_bits_alone_in_a_block_and_in_a_chunk(emulated, eleme
         np.testing.assert_array_equal(block, chunk[first : first + rows])
 
 
+@pytest.mark.parametrize("hidden", [(16, 32), (16, 272), (128, 256), (112, 144), (144, 160), (0, 288), (272, 288)])
+def test_hidden_slots_are_not_attended_to(emulated, hidden):
+    """Drafting with a part of the cache: at the ends of a split, inside one, over several, all of the body."""
+    params = make_params("window", 288, 32, "fp16", sinks=4)
+    runner, cache, text = prepared(emulated, params, 32 * 10 + 5)
+    for view in (cache.view, runner.cache.state):
+        view.header["hidden_from"], view.header["hidden_to"] = hidden
+    chunk = attend(cache, text, runner.position, 20)
+    np.testing.assert_allclose(chunk, runner.speculate(text, 20), atol=1e-5)
+    np.testing.assert_array_equal(attend(cache, text, runner.position, 3), chunk[:3])
+    for wrong in ((8, 32), (32, 16), (0, 304)):
+        cache.view.header["hidden_from"], cache.view.header["hidden_to"] = wrong
+        assert np.isnan(attend(cache, text, runner.position, 1)).all()
+
+
 def test_fused_rotation_equals_rotating_before(emulated):
     for interleaved in (0, 1):
         params = make_params("full", 64, 16, "fp32", rotary_dim=6, rotary_interleaved=interleaved)

@@ -92,6 +92,25 @@ def test_the_same_text_as_onnx_runtime(tmp_path, library, how, graphs):
     engine.close()  # twice is fine
 
 
+def test_looking_at_a_part_of_the_cache(tmp_path, library):
+    """What drafting with the model's own cache asks for: the same cheaper steps as ONNX Runtime, and all of the cache again after."""
+    place = Place(tmp_path, library, kept=96, element="fp32")
+    reference, engine = OnnxRuntimeEngine(place.bundle, threads=1, max_rows=4), place.engine()
+    token, row = np.array([5]), np.array([0])
+    for e in (reference, engine):
+        Session(e).feed(np.random.default_rng(0).integers(0, 256, 200).tolist())
+    whole = engine.step(token, 200, row).copy()
+    results = {}
+    for window in (16, None):
+        for e in (reference, engine):
+            e.look(window)
+        results[window] = engine.step(token, 200, row).copy()
+        np.testing.assert_allclose(results[window], reference.step(token, 200, row), atol=2e-3)
+    assert np.abs(results[16] - whole).max() > 1e-3
+    np.testing.assert_array_equal(results[None], whole)
+    engine.close()
+
+
 def test_the_protocol_refuses_what_the_cache_cannot_hold(place):
     engine = place.engine()
     for tokens, position, rows in (([1] * 33, 0, [0]), ([1], 0, [0] * 5), ([1, 2], 31, [0]), ([1], 64, [0]), ([], 0, [0])):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-WHEELS = ROOT / "build" / "tensorrt-wheels"
 sys.path.insert(0, str(ROOT / "tools"))
 
 if os.environ.get("EDGEKV_TENSORRT_TESTS") != "1":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from build_plugin import PLUGINS, ROOT
 
+WHEELS = ROOT / "build" / "tensorrt-wheels"
+
 
 def cached_build(name: str, command: Callable[[Path], list[str]], *watched: Path) -> Path:
     digest = hashlib.sha256(" ".join(command(Path("out"))).encode())

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import build_plugin
 import pytest
-from conftest import WHEELS
-from plugin_build import cached_build
+from plugin_build import WHEELS, cached_build
 
 pytestmark = pytest.mark.slow
 COMPILER, RUNNER = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, WHEELS
+from plugin_build import ROOT, WHEELS
 
 sys.path.insert(0, str(WHEELS / "rtx"))
 

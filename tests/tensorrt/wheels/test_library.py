@@ -7,8 +7,7 @@ import sys
 
 import pytest
 from build_plugin import PLUGINS
-from conftest import WHEELS
-from plugin_build import cached_build
+from plugin_build import WHEELS, cached_build
 
 
 def test_nothing_of_tensorrt_or_cuda_is_left_undefined(plugin):

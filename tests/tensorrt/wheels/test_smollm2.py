@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import ROOT, WHEELS
+from plugin_build import ROOT, WHEELS
 
 sys.path.insert(0, str(WHEELS / "rtx"))
 
