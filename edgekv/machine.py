@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -52,6 +53,26 @@ def peak_rss() -> int:
 def rss() -> int:
     """Resident set of this process now, in bytes."""
     return psutil.Process().memory_info().rss
+
+
+_POPULATE_READ = 22  # madvise(2): page in for reading, Linux 5.14 and newer
+
+
+def populate(folder: Path) -> None:
+    """Brings what this process has mapped of the files in `folder` into its memory now, instead of page by page at first use.
+
+    A table that is looked up row by row would otherwise grow the resident set for as long as new rows come up, and each new row
+    would wait for the disk. Older kernels refuse; then nothing changes.
+    """
+    start = f"{folder.resolve()}{os.sep}"
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(start):
+                first, last = (int(number, 16) for number in fields[0].split("-"))
+                libc.madvise(first, last - first, _POPULATE_READ)
 
 
 def cpu_model() -> str:

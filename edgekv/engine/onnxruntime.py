@@ -109,6 +109,7 @@ class OnnxRuntimeEngine:
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
         self._session: ort.InferenceSession | None = self._load(bundle.graph_path, alternating)
+        machine.populate(bundle.folder)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
