@@ -40,8 +40,10 @@ def run(*arguments) -> tuple[int, str]:
 def test_an_engine_is_built_and_described(models, tmp_path, plugin, name, weights, keep):
     bundle = tiny(models, name, weights, keep)
     target = tmp_path / "engine"
-    code, text = run(bundle.folder, "-o", target, "--rtx", "--sm", 86, "--plugin", plugin)
+    times = models / f"{name}.times"
+    code, text = run(bundle.folder, "-o", target, "--rtx", "--sm", 86, "--plugin", plugin, "--timing-cache", times, "--workspace", "64MiB")
     assert code == 0, text
+    assert times.stat().st_size > 0
     facts = tensorrt_manifest.read(target)
     assert facts["sm"] == 86 and facts["tensorrt"] == trt.__version__ and facts["precision"] == ("int4w" if weights == "int4" else "fp16")
     assert [p["name"] for p in facts["profiles"]] == ["decode", "prefill"] and facts["profiles"][1]["tokens"] == 32
