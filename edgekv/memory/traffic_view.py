@@ -71,21 +71,26 @@ class Live:
         self._thread.join()
         if self._view:
             self._view.stop()
+        else:
+            self._show()  # the steps since the last line; of a short run, all of them
 
     def _run(self) -> None:
         while not self._end.wait(self.INTERVAL if self._view else 1.0):
-            steps = self.meter.steps[self._seen :]
-            self._seen += len(steps)
-            seconds = sum(s.seconds for s in steps)
-            if not steps or not seconds:
-                continue
-            rates = {owner: sum(s.bytes.get(owner, 0) for s in steps) / seconds for owner in OWNERS}
-            on_chip, total = sum(s.on_chip for s in steps) / seconds, sum(rates.values())
-            rows = sum(s.rows for s in steps) / seconds
-            if self._view:
-                self._view.update(self._table(rates, rows, on_chip, total))
-            else:
-                print(f"traffic {rows:.1f} rows/s, DRAM {(total - on_chip) / 1e9:.2f} GB/s, on chip {on_chip / 1e9:.2f} GB/s (modelled)", file=sys.stderr, flush=True)
+            self._show()
+
+    def _show(self) -> None:
+        steps = self.meter.steps[self._seen :]
+        self._seen += len(steps)
+        seconds = sum(s.seconds for s in steps)
+        if not steps or not seconds:
+            return
+        rates = {owner: sum(s.bytes.get(owner, 0) for s in steps) / seconds for owner in OWNERS}
+        on_chip, total = sum(s.on_chip for s in steps) / seconds, sum(rates.values())
+        rows = sum(s.rows for s in steps) / seconds
+        if self._view:
+            self._view.update(self._table(rates, rows, on_chip, total))
+        else:
+            print(f"traffic {rows:.1f} rows/s, DRAM {(total - on_chip) / 1e9:.2f} GB/s, on chip {on_chip / 1e9:.2f} GB/s (modelled)", file=sys.stderr, flush=True)
 
     @staticmethod
     def _table(rates: dict[str, float], rows: float, on_chip: float, total: float) -> Any:

@@ -120,7 +120,7 @@ def test_command_puts_the_account_into_its_json(tmp_path, edgekv):  # noqa: F811
 
 def test_live_view_prints_lines_when_there_is_no_terminal(tmp_path, edgekv):  # noqa: F811
     bundle = tiny_bundle.make(tmp_path / "b").folder
-    done = edgekv("run", bundle, "-p", "abc", "-n", 6000, "--ignore-eos", "--traffic=live")
+    done = edgekv("run", bundle, "-p", "abc", "-n", 200, "--ignore-eos", "--traffic=live")
     assert done.returncode == 0
     assert "rows/s, DRAM" in done.stderr.decode()
 
