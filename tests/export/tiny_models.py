@@ -23,11 +23,11 @@ MODELS: dict[str, tuple[str, dict]] = {
     "llama-rope-scaled": (
         "llama",
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 128}},
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     ),  # fmt: skip
     "llama-yarn": (
         "llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}},
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -41,8 +41,8 @@ MODELS: dict[str, tuple[str, dict]] = {
     "phi3": ("phi3", {}),
     "phi3-longrope": (
         "phi3",
-        {"original_max_position_embeddings": 128,
-         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+        {"original_max_position_embeddings": 64,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
                              "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 0.5 * i for i in range(8)]}},
     ),  # fmt: skip
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
