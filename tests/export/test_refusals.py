@@ -51,7 +51,7 @@ def test_feature_that_edgekv_lacks_is_named(case, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("bert", "not causal"), ("nemotron_h", "recurrent or state-space"), ("falcon", "attention interface")])
+@pytest.mark.parametrize(("kind", "words"), [("bert", "not causal"), ("nemotron_h", "layers of the kind linear_attention"), ("falcon", "attention interface")])
 def test_feature_found_in_the_model_is_named(kind, words, tmp_path):
     source = only_config(tmp_path / "model", kind, SMALL)
     tiny = tiny_models.make(tmp_path / "other", "llama")
