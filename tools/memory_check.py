@@ -41,10 +41,10 @@ def main() -> int:
         if done.returncode:
             sys.exit(done.stderr.strip())
         measured = json.loads(done.stdout)["report"]["peak_rss_bytes"]
-        error = plan.needed / measured - 1
+        error = plan.resident / measured - 1
         worst = max(worst, abs(error))
         owners = ", ".join(f"{line.owner} {line.bytes / MIB:.0f}" for line in sorted(plan.lines, key=lambda line: -line.bytes)[:4])
-        print(f"| {folder.name} | {name} | {shape.bundle.chunk} | {plan.needed / MIB:.1f} | {measured / MIB:.1f} | {error:+.1%} | {owners} |", flush=True)
+        print(f"| {folder.name} | {name} | {shape.bundle.chunk} | {plan.resident / MIB:.1f} | {measured / MIB:.1f} | {error:+.1%} | {owners} |", flush=True)
     return int(worst > ALLOWED)
 
 

@@ -11,7 +11,7 @@ from edgekv.budget import Budget, format_bytes
 from edgekv.errors import UserError
 from edgekv.memory.model import ModelShape
 from edgekv.memory.profiles import Profile
-from edgekv.memory.weights import WeightFormat, packed_extra
+from edgekv.memory.weights import TABLES, WeightFormat, packed_extra
 from edgekv.policy import CachePolicy, Plan, plan
 
 MIB = 1 << 20
@@ -39,8 +39,8 @@ RUNTIMES = {
     "cpu": Runtime("ONNX Runtime on the CPU", 74 * MIB, "measured on x86-64 Linux with Python 3.11", 2.5, True),
     "gpu": Runtime("TensorRT", 600 * MIB, "assumed; no Jetson was at hand to measure it"),
 }
-TOKENIZER_FACTOR = 23  # resident bytes per byte of tokenizer.json, measured
-TOKENIZER_BYTES = 32  # of tokenizer.json per token of the vocabulary, where only a config is known
+TOKENIZER_BASE, TOKENIZER_PER_TOKEN = 6 * MIB, 600  # resident bytes of a tokenizer, measured with 49,152 and 151,936 tokens
+TABLE_SHARE = 0.6  # of an embedding table that is only looked up: resident after a page of text, measured with one model
 ASSUMED_IDLE = 1024 * MIB  # when a profile does not know the system's own use; always shown as an assumption
 
 
@@ -65,6 +65,11 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         return sum(line.bytes for line in self.lines)
+
+    @property
+    def resident(self) -> int:
+        """Expected resident set of the process: of a table that is looked up in the file, the part that text touches."""
+        return self.needed - round((1 - TABLE_SHARE) * self.bytes_of("embedding table"))
 
     @property
     def usable(self) -> int | None:
@@ -118,15 +123,15 @@ def memory_plan(
     runtime = RUNTIMES[profile.data["decode_on"]]
     stored = shape.bundle.weight_bytes if shape.bundle else weights.stored_bytes(shape)
     chunk = min(chunk, cache.boundary)
-    tokenizer = shape.bundle and shape.bundle.file("tokenizer.json")
-    text = tokenizer.stat().st_size if tokenizer else TOKENIZER_BYTES * shape.vocab
+    tables = sum(size for owner, size in weights.by_owner(shape).items() if owner in TABLES)
     lines = [
-        Line("weights", stored, "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
+        Line("weights", stored - tables, "size of the bundle's files" if shape.bundle else f"computed for {weights.name}"),
+        Line("embedding table", tables, "read from the file as needed" if runtime.packs else f"computed for {weights.name}"),
         Line("weights, packed copies", packed_extra(shape, weights) if runtime.packs else 0, f"computed for {runtime.name}"),
         *(Line(owner, size, "exact") for owner, size in arena_by_owner(cache.layers).items()),
         Line("workspace", round(runtime.workspace * workspace_bytes(shape, chunk, cache.capacity)), f"computed for blocks of {chunk} tokens"),
         Line("logits", 4 * shape.vocab * logit_rows, "exact"),
-        Line("tokenizer", TOKENIZER_FACTOR * text, "size of tokenizer.json" if tokenizer else f"computed for {shape.vocab} tokens"),
+        Line("tokenizer", TOKENIZER_BASE + TOKENIZER_PER_TOKEN * shape.vocab, f"computed for {shape.vocab} tokens"),
         Line("runtime", runtime.base, f"{runtime.name}, {runtime.basis}"),
     ]
     lines = [line for line in lines if line.bytes]
@@ -144,12 +149,12 @@ def refuse_if_too_large(memory: MemoryPlan, shape: ModelShape, profile: Profile,
         return
     need, have = format_bytes(memory.needed), format_bytes(memory.usable)
     cache = sum(line.bytes for line in memory.lines if line.owner.startswith("KV "))
-    rest = memory.needed - cache - memory.bytes_of("weights", "weights, packed copies")
+    rest = memory.needed - cache - memory.bytes_of("weights", "weights, packed copies", "embedding table")
     raise UserError(f"{shape.name} needs {need} and {profile.name} has {have} usable: {_what_would_fit(memory, shape, weights, others, cache, rest, profile.data['decode_on'])}")
 
 
 def _what_would_fit(memory, shape, weights, others, cache, rest, decode_on) -> str:
-    room = (memory.usable - rest - memory.bytes_of("weights", "weights, packed copies")) * 99 // 100 // MIB  # whole MiB, a little below what is left
+    room = (memory.usable - rest - memory.bytes_of("weights", "weights, packed copies", "embedding table")) * 99 // 100 // MIB  # whole MiB, a little below what is left
     if room > 0 and cache > room * MIB:
         return f"with {weights.name} weights a KV budget of up to {room}MiB fits (asked: {format_bytes(cache)})."
     smaller = sorted((f for f in others.values() if f.bits < weights.bits), key=lambda f: -f.bits)

@@ -114,6 +114,7 @@ def device_report(question: Question, profile: Profile) -> dict[str, Any]:
         "memory": {
             "lines": [{"owner": line.owner, "bytes": line.bytes, "basis": line.basis} for line in memory.lines],
             "needed": memory.needed,
+            "expected_resident": memory.resident,
             "system": {"bytes": memory.system.bytes, "basis": memory.system.basis},
             "total": memory.total,
             "usable": memory.usable,
@@ -168,7 +169,7 @@ def policy_bars(question: Question, profile: Profile) -> list[dict[str, Any]]:
         except UserError:
             continue
         memory = planner.memory_plan(question.shape, question.weights, cache, profile)
-        parts = {"weights": memory.bytes_of("weights", "weights, packed copies"), "KV cache": cache.arena_bytes}
+        parts = {"weights": memory.bytes_of("weights", "weights, packed copies", "embedding table"), "KV cache": cache.arena_bytes}
         parts |= {"workspace, logits": memory.bytes_of("workspace", "logits"), "runtime": memory.bytes_of("runtime", "tokenizer"), "system": memory.system.bytes}
         bars.append({"name": keep if budget is None else f"{keep} {budget}", "parts": parts})
     return bars
