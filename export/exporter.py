@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,18 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         report("looking at the layers", None, None)
         hollow = _build(source)
         rope.freeze(hollow, context)
-        geometry = trace.discover(hollow)
+        with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
+            geometry = trace.discover(hollow)
         if options.policy.positions == "original":  # fail early; rotary frequencies are known only after tracing
             plan(options.policy, geometry, options.budget, context)
         readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
 
         report("tracing", None, None)
-        traced = trace.trace(hollow, len(geometry))
-        graph.bind(traced, readers)
-        report("simplifying the graph", None, None)
-        rotations = graph.simplify(traced)
+        with _sentences(f"{source.name} ({source.config.model_type}) could not be turned into a graph"):
+            traced = trace.trace(hollow, len(geometry))
+            graph.bind(traced, readers)
+            report("simplifying the graph", None, None)
+            rotations = graph.simplify(traced)
         geometry = _complete(traced, geometry, rotations)
         planned = plan(options.policy, geometry, options.budget, context)
         params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
@@ -104,6 +107,20 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         report("sealing", None, None)
         bundle.seal(partial, manifest)
     return bundle.open_bundle(target, verify=False)
+
+
+@contextlib.contextmanager
+def _sentences(what: str) -> Iterator[None]:
+    """Errors of torch's and onnxscript's own, which no list of unsupported features can foresee, as one sentence."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        while error.__cause__ is not None:  # the innermost says what happened, those around it where
+            error = error.__cause__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{what}: {reason}") from error
 
 
 def _build(source: load.Source) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from edgekv.errors import UserError
 
 LAYER_KINDS = {"full_attention", "sliding_attention", "attention"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Architectures that do not say in their configuration what they need.
 NAMED = {
     "bloom": "ALiBi position biases",
@@ -48,6 +49,8 @@ def check_config(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS
     if kinds:
         refuse(f"layers of the kind {', '.join(sorted(map(str, kinds)))}")
+    if any(isinstance(count := getattr(config, name, None), int) and count > 1 for name in EXPERTS):
+        refuse("a mixture of experts")
     if getattr(config, "attention_chunk_size", None):
         refuse("chunked attention")
     for rope in _ropes(config):

@@ -16,7 +16,7 @@ class Lazy(ir.LazyTensor):
 
     def __init__(self, read: Callable[[], np.ndarray], shape: Sequence[int], name: str, dtype=ir.DataType.FLOAT, base=None):
         def evaluate() -> ir.Tensor:
-            array = np.ascontiguousarray(read(), dtype.numpy())
+            array = np.asarray(read(), dtype.numpy(), order="C")
             if list(array.shape) != list(shape):
                 raise ValueError(f"{name} has the shape {list(array.shape)}, not {list(shape)}")
             return ir.Tensor(array, name=name)

@@ -33,7 +33,7 @@ def logits(bundle, ids, blocks=(13, 1, 7, 32, 1)):
         engine.close()
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.MODELS))
+@pytest.mark.parametrize("name", sorted(tiny_models.MODELS.keys() - {"phi3-longrope"}))  # test_parity.py has that one
 def test_logits_equal_transformers(name, tmp_path):
     source = tiny_models.make(tmp_path / "model", name)
     bundle = export(source, tmp_path / "bundle")

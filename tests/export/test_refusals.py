@@ -26,6 +26,8 @@ CASES = {
     "gpt2 with cross attention": ("gpt2", {"add_cross_attention": True}, "cross attention"),
     "dynamic rope": ("llama", {"rope_parameters": DYNAMIC}, "dynamic NTK"),
     "gemma3 with images": ("gemma3", {}, "inputs other than text"),
+    "mixtral": ("mixtral", {}, "a mixture of experts"),
+    "qwen2-moe": ("qwen2_moe", {}, "a mixture of experts"),
     "gpt-neo": ("gpt_neo", {}, "attention interface"),
 }
 

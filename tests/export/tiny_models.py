@@ -38,6 +38,11 @@ MODELS: dict[str, tuple[str, dict]] = {
         {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 3,
          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),  # fmt: skip
+    "gemma4-two-head-sizes": (
+        "gemma4_text",
+        {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 24, "num_kv_shared_layers": 0,
+         "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    ),  # fmt: skip
     "phi3": ("phi3", {}),
     "phi3-longrope": (
         "phi3",
@@ -55,6 +60,9 @@ MODELS: dict[str, tuple[str, dict]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.25}),
     "cohere": ("cohere", {}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "olmo3": ("olmo3", {"sliding_window": 24}),
+    "exaone4": ("exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
     "starcoder2": ("starcoder2", {}),
     "llama-head-80": ("llama", {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "llama-odd-sizes": ("llama", {"hidden_size": 72, "intermediate_size": 50, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24}),
