@@ -11,7 +11,6 @@ which other processes disturb less.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from edgekv.memory.report import bundle_plan
 from edgekv.memory.weights import weight_format
 
 ALLOWED = 0.20
-TOKENS, ROUNDS = 24, 3
+TOKENS = 60
 
 
 def wait_until_quiet(seconds: float) -> None:
@@ -38,23 +37,20 @@ def wait_until_quiet(seconds: float) -> None:
 
 
 def measured(folder: Path, depths: list[int], threads: int | None) -> dict[int, float]:
-    """Seconds per decode step after each depth: median of ROUNDS medians over TOKENS steps."""
+    """Seconds per decode step after each depth: the fastest tenth of TOKENS steps, as the calibration takes its figures."""
     loaded = engine.load(bundle.open_bundle(folder, verify=False), threads)
     session, random, found = Session(loaded), np.random.default_rng(0), {}
     row = np.zeros(1, np.int64)
     try:
         for depth in sorted(depths):
             session.feed(random.integers(0, loaded.vocab, depth - session.position))
-            rounds = []
-            for _ in range(ROUNDS):
-                times = []
-                for token in random.integers(0, loaded.vocab, TOKENS):
-                    began = calibrate.clock()
-                    session.step([token], row)
-                    session.commit(0)
-                    times.append(calibrate.clock() - began)
-                rounds.append(statistics.median(times))
-            found[depth] = statistics.median(rounds)
+            times = []
+            for token in random.integers(0, loaded.vocab, TOKENS):
+                began = calibrate.clock()
+                session.step([token], row)
+                session.commit(0)
+                times.append(calibrate.clock() - began)
+            found[depth] = sorted(times)[TOKENS // 10]
     finally:
         loaded.close()
     return found
