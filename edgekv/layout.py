@@ -15,10 +15,9 @@ import numpy as np
 
 from edgekv.errors import UserError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 1
 STATE_MAGIC = 0x31564B45  # "EKV1", little endian
 LANES = 16  # tokens interleaved in a key block
-MOST_POOL = 64  # positions on each side of a token that may lift its rank
 
 ELEMENTS = {"fp32": 0, "fp16": 1}
 KEEPS = {"full": 0, "window": 1, "heavy": 2}
@@ -47,7 +46,6 @@ FIELDS: tuple[tuple[str, str, float], ...] = (
     ("rotary_dim", "i", 0),
     ("rotary_interleaved", "i", 0),
     ("fused_rotary", "i", 0),
-    ("pool", "i", 0),
 )
 
 # Entries of the header's traffic counters, in bytes (the last named one counts steps).
@@ -173,7 +171,6 @@ def check_params(params: Mapping) -> str | None:
             "sinks + window must fit the body",
         ),
         (0 <= p["observe"] <= p["tail_slots"], "observe must be between 0 and tail_slots"),
-        (0 <= p["pool"] <= MOST_POOL, f"pool must be between 0 and {MOST_POOL}"),
         (p["sliding_window"] >= 0, "sliding_window must not be negative"),
         (p["positions"] in POSITIONS.values(), "positions must be 0 (original) or 1 (cache)"),
         (

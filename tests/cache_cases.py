@@ -32,7 +32,6 @@ def bounded_params(draw, positions=("original", "cache"), elements=("fp16", "fp3
         more["window"] = draw(st.integers(0, body - sinks))
         more["observe"] = draw(st.integers(0, tail))
         more["score_normalise"] = draw(st.integers(0, 1))
-        more["pool"] = draw(st.sampled_from([0, 0, 1, 7, 64]))
         more["score_decay"] = draw(st.sampled_from([1.0, 0.9]))
     where = draw(st.sampled_from(positions))
     more |= {"rotary_dim": 6, "rotary_interleaved": draw(st.integers(0, 1))} if where == "cache" else {}

@@ -13,7 +13,7 @@ from edgekv.layout import StateView, read_keys, write_keys
 from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.rotary import rotate
-from edgekv.reference.scores import observe, pooled, ranking
+from edgekv.reference.scores import observe, ranking
 
 
 class ReferenceCache:
@@ -111,7 +111,7 @@ class ReferenceCache:
             raise UserError(f"compaction is for boundaries: position {position} is {rows} tokens after the last one.")
         keys, values, where = self.keys(rows), self.values(rows), self.positions(rows)
         score, pairs = self._scores(rows, keys, where)
-        kept = self._choose(ranking(score, pairs, bool(p["score_normalise"])), where)
+        kept = self._choose(ranking(score, pairs, bool(p["score_normalise"])))
         count = kept.shape[1]
 
         ranks = self._ranks(rows)
@@ -191,15 +191,11 @@ class ReferenceCache:
         )
         return score + added[0], pairs + added[1]
 
-    def _choose(self, rank: np.ndarray, where: np.ndarray) -> np.ndarray:
-        p, (heads, n) = self.params, rank.shape
-        if n <= p["body_slots"]:
+    def _choose(self, rank: np.ndarray) -> np.ndarray:
+        heads, n = rank.shape
+        if n <= self.params["body_slots"]:
             return np.broadcast_to(np.arange(n), (heads, n))
-        if p["pool"]:  # sinks and window stay anyway and lift nobody
-            others = slice(p["sinks"], n - p["window"])
-            rank = rank.copy()
-            rank[:, others] = pooled(rank[:, others], where[:, others], p["pool"])
-        return RULES[p["keep"]](p, rank)
+        return RULES[self.params["keep"]](self.params, rank)
 
     def _ranks(self, rows: int) -> np.ndarray:
         """Rotary position that each body slot and tail row carries now: int64 [count + rows]."""

@@ -37,20 +37,6 @@ def observe(
     return score, pairs
 
 
-def pooled(rank: np.ndarray, where: np.ndarray, reach: int) -> np.ndarray:
-    """Every token at the highest rank among the tokens up to `reach` positions away, its own included (SnapKV, arXiv 2404.14469).
-
-    rank float32 [kv_heads, n] of tokens at positions where int64 [kv_heads, n], ascending. What a token was read for often lies
-    beside what made it be found: the digits of a number after the words that name it.
-    """
-    best = rank.copy()
-    for step in range(1, min(reach, rank.shape[1] - 1) + 1):
-        near = where[:, step:] - where[:, :-step] <= reach
-        np.maximum(best[:, :-step], rank[:, step:], out=best[:, :-step], where=near)
-        np.maximum(best[:, step:], rank[:, :-step], out=best[:, step:], where=near)
-    return best
-
-
 def ranking(score: np.ndarray, pairs: np.ndarray, normalise: bool) -> np.ndarray:
     """What tokens are ranked by: the sum, or the mean per observing pair (0 for a token nobody has observed)."""
     return score / np.maximum(pairs, np.finfo(np.float32).tiny) if normalise else score

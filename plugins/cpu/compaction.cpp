@@ -5,7 +5,6 @@
 #include <cfloat>
 #include <cinttypes>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <numeric>
 
@@ -39,23 +38,6 @@ void fill_turns(const Compaction& c, const float* inv_freq, float* cos, float* s
       sin[int64_t(i) * c.turns - c.least_turn] = 0.0f;
     }
   }
-}
-
-// What a token was read for often lies beside what made it be found: with pool > 0 a token ranks as the best of the tokens up to
-// that many positions away does. Sinks and window stay anyway and lift nobody. `work` takes the new ranks [candidates].
-void pool_ranking(const Compaction& c, int head, int candidates, float* ranking, float* work) {
-  const LayerParams& p = c.params;
-  const int32_t* body = c.state.body_pos + int64_t(head) * p.body_slots;
-  const int first = p.sinks, last = candidates - p.window;
-  auto position = [&](int i) { return i < c.body_count ? int64_t(body[i]) : c.tail_base + i - c.body_count; };
-  for (int i = first; i < last; ++i) {
-    float best = ranking[i] == ranking[i] ? ranking[i] : -INFINITY;  // only a damaged state holds NaN
-    for (int step = -1; step <= 1; step += 2)
-      for (int j = i + step; j >= std::max(first, i - p.pool) && j < std::min(last, i + p.pool + 1); j += step)
-        if (ranking[j] > best && std::abs(position(j) - position(i)) <= p.pool) best = ranking[j];
-    work[i] = best;
-  }
-  std::copy(work + first, work + last, ranking + first);
 }
 
 int check(const Compaction& c, const float* inv_freq, int64_t position, int64_t rank_base) {
@@ -133,7 +115,6 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
       if (params.observe > 0) kernel.observe(c, int(index), h.score, h.seen, h.work);
       for (int i = 0; i < candidates; ++i)
         h.ranking[i] = params.score_normalise ? h.score[i] / std::max(h.seen[i], FLT_MIN) : h.score[i];
-      if (params.pool > 0 && candidates > params.body_slots) pool_ranking(c, int(index), candidates, h.ranking, h.work);
     }
     if (candidates <= params.body_slots)
       std::iota(h.kept, h.kept + candidates, 0);

@@ -14,32 +14,13 @@ EDGEKV_HOST_DEVICE int kept_of(const LayerParams& p, int body) {
 }
 
 // Larger means more worth keeping; a NaN ranks last.
-EDGEKV_DEVICE unsigned own_key(const Compaction& c, int kv_head, int candidate) {
+EDGEKV_DEVICE unsigned ranking_key(const Compaction& c, int kv_head, int candidate) {
   const size_t at = size_t(kv_head) * c.capacity + candidate;
   float v = c.score[at];
   if (c.layer.p.score_normalise) v = v / fmaxf(c.seen[at], 1.17549435e-38f);
   if (v != v) return 0;
   const unsigned bits = __float_as_uint(v);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The best key among candidates of [first, last) that are at most `pool` positions away: order is kept by the keys, so the maximum
-// may be taken over them.
-EDGEKV_DEVICE unsigned ranking_key(const Compaction& c, const Tail& tail, int kv_head, int candidate, int first, int last) {
-  const LayerParams& p = c.layer.p;
-  unsigned best = own_key(c, kv_head, candidate);
-  if (p.pool == 0) return best;
-  const int* body = plane<int>(c.layer, c.layer.at.body_pos) + size_t(kv_head) * p.body_slots;
-  auto position = [&](int i) { return i < tail.body ? (long long)body[i] : (long long)tail.base + i - tail.body; };
-  const int begin = candidate - p.pool > first ? candidate - p.pool : first;
-  const int end = candidate + p.pool + 1 < last ? candidate + p.pool + 1 : last;
-  for (int i = begin; i < end; ++i) {
-    const long long away = position(i) - position(candidate);
-    if (away < -p.pool || away > p.pool) continue;
-    const unsigned key = own_key(c, kv_head, i);
-    best = key > best ? key : best;
-  }
-  return best;
 }
 
 // Number of set flags before this thread in the block; *all receives the block's total. scratch: one int per warp.
@@ -60,14 +41,14 @@ EDGEKV_DEVICE int count_before(bool flag, int* scratch, int* all) {
 
 // The key of the need-th best candidate of [first, last), found by radix, 8 bits at a time from the top; *better receives how many
 // are strictly better. Integer counts, so the order of the atomics does not matter.
-EDGEKV_DEVICE unsigned threshold_key(const Compaction& c, const Tail& tail, int kv_head, int first, int last, int need, int* histogram, int* found, int* better) {
+EDGEKV_DEVICE unsigned threshold_key(const Compaction& c, int kv_head, int first, int last, int need, int* histogram, int* found, int* better) {
   unsigned prefix = 0;
   int above = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int i = int(threadIdx.x); i < 256; i += kChooseThreads) histogram[i] = 0;
     __syncthreads();
     for (int i = first + int(threadIdx.x); i < last; i += kChooseThreads) {
-      const unsigned key = ranking_key(c, tail, kv_head, i, first, last);
+      const unsigned key = ranking_key(c, kv_head, i);
       if (shift == 24 || key >> (shift + 8) == prefix) atomicAdd(&histogram[key >> shift & 255u], 1);
     }
     __syncthreads();
@@ -106,11 +87,11 @@ __global__ void __launch_bounds__(kChooseThreads) choose_slots(const Compaction 
   for (int j = int(threadIdx.x); j < p.window; j += kChooseThreads) out[p.body_slots - p.window + j] = last + j;
   if (need <= 0) return;
   int better = 0;
-  const unsigned threshold = threshold_key(c, tail, kv_head, first, last, need, histogram, found, &better);
+  const unsigned threshold = threshold_key(c, kv_head, first, last, need, histogram, found, &better);
   int ties = need - better, written = p.sinks;  // of the candidates at the threshold, the lowest positions stay
   for (int base = first; base < last; base += kChooseThreads) {
     const int i = base + int(threadIdx.x);
-    const unsigned key = i < last ? ranking_key(c, tail, kv_head, i, first, last) : 0u;
+    const unsigned key = i < last ? ranking_key(c, kv_head, i) : 0u;
     int equal = 0, chosen = 0;
     const bool tie = i < last && key == threshold;
     const int tie_rank = count_before(tie, scratch, &equal);

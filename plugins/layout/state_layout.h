@@ -21,10 +21,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#define EDGEKV_LAYOUT_VERSION 2
+#define EDGEKV_LAYOUT_VERSION 1
 #define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
 #define EDGEKV_LANES 16                 // tokens interleaved in a key block
-#define EDGEKV_MOST_POOL 64             // positions on each side of a token that may lift its rank
 
 namespace edgekv {
 
@@ -100,7 +99,6 @@ inline const char* check_params(const LayerParams& p) {
   if (p.sinks < 0 || (p.keep != kKeepFull && p.sinks > p.body_slots)) return "sinks must fit the body";
   if (p.window < 0 || (p.keep == kKeepHeavy && p.window > p.body_slots - p.sinks)) return "sinks + window must fit the body";
   if (p.observe < 0 || p.observe > p.tail_slots) return "observe must be between 0 and tail_slots";
-  if (p.pool < 0 || p.pool > EDGEKV_MOST_POOL) return "pool must be between 0 and 64";
   if (p.sliding_window < 0) return "sliding_window must not be negative";
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
   if (p.rotary_dim < 0 || p.rotary_dim > p.key_dim || p.rotary_dim % 2) return "rotary_dim must be even and at most key_dim";

@@ -85,8 +85,6 @@ def h2o(params: dict, text: Text, n: int) -> list[list[int]]:
             if len(candidates) > slots:
                 value = score / np.maximum(seen, 1e-30) if params["score_normalise"] else score
                 others = candidates[sinks : len(candidates) - window]
-                pool = params.get("pool", 0)
-                value = {i: max(value[j] for j in others if abs(int(i) - int(j)) <= pool) for i in others}
                 order = sorted(others, key=lambda i: (-value[i], i))[: slots - sinks - window]
                 keep = {*candidates[:sinks], *order, *candidates[len(candidates) - window :]}
                 alive[[i for i in candidates if i not in keep]] = False
@@ -96,9 +94,8 @@ def h2o(params: dict, text: Text, n: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("normalise", [0, 1])
 @pytest.mark.parametrize(("sinks", "window"), [(4, 16), (0, 0), (2, 30)])
-@pytest.mark.parametrize("pool", [0, 1, 5])
-def test_heavy_keeps_what_h2o_on_the_whole_matrix_keeps(normalise, sinks, window, pool):
-    params = make_params("heavy", 48, sinks=sinks, window=window, observe=16, score_normalise=normalise, pool=pool)
+def test_heavy_keeps_what_h2o_on_the_whole_matrix_keeps(normalise, sinks, window):
+    params = make_params("heavy", 48, sinks=sinks, window=window, observe=16, score_normalise=normalise)
     text = Text(params, 320)
     runner = Runner(params)
     runner.feed(text, 320)

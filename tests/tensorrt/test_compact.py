@@ -61,7 +61,7 @@ def test_long_bodies(emulated, keep):
         keep, 416, 64, "fp16", "cache", sinks=4, q_heads=6, kv_heads=2, key_dim=72, value_dim=80, rotary_dim=6, scale=0.1
     )
     if keep == "heavy":
-        params |= {"window": 128, "observe": 40, "score_normalise": 1, "score_decay": 0.9, "pool": 3}
+        params |= {"window": 128, "observe": 40, "score_normalise": 1, "score_decay": 0.9}
     runner, cache = both(emulated, params, 64 * 9)
     if keep == "heavy":  # queries of zeros see all tokens alike: equal scores, ties go to the lowest position
         for state in (runner.cache.state, cache.view):
