@@ -8,7 +8,7 @@ import json
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import UserError
@@ -158,7 +158,7 @@ def test_jetpack_releases_of_the_profiles_exist():
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2, 5000), st.floats(allow_nan=False), st.sampled_from(["MiB", "GB/s", "read", "x"]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(name=st.sampled_from(NAMES), choice=st.integers(0, 10**6), leaf=LEAVES, what=st.sampled_from(["replace", "delete", "add"]))
 def test_our_validator_agrees_with_jsonschema_on_mutated_profiles(name, choice, leaf, what):
     data = json.loads(json.dumps(dict(profiles.known()[name].data)))
