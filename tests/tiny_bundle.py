@@ -82,7 +82,7 @@ def make(
     geometry = LayerGeometry(
         heads, kv_heads, dim, dim, dim**-0.5, sliding_window=sliding_window, rotary_dim=rotary, inv_freq=tuple(inv_freq.tolist())
     )
-    params = [policy.layer_params(rules, geometry, index, kept, fused_rotary=True) for index in range(layers)]
+    params = [layout.complete(policy.layer_params(rules, geometry, index, kept, fused_rotary=True)) for index in range(layers)]
     with bundle.create(folder) as partial:
         onnx.save_model(
             _graph(params, inv_freq, rng, attention, follows or {}),

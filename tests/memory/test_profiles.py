@@ -155,7 +155,7 @@ def test_jetpack_releases_of_the_profiles_exist():
         assert set(profiles.known()[name].data["software"]["jetpack"]) <= set(table), name
 
 
-LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2, 5000), st.floats(allow_nan=False), st.sampled_from(["MiB", "GB/s", "read", "x"]))
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2, 5000), st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["MiB", "GB/s", "read", "x"]))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
