@@ -36,7 +36,7 @@ INTERVAL = 256  # boundary interval: positions that share a mean key, and the le
 
 def capture(model_path: Path, text: Path, tokens: int, depths: list[int], folder: Path) -> dict[str, np.ndarray]:
     """q fp16 [layers, q_heads, len(depths) * 256, dim] of the last 256 positions of each depth, k and v fp16 [layers, kv_heads,
-    tokens, dim] of a pass over the text's first tokens (after a tenth of the file, past front matter); kept in `folder`."""
+    tokens, dim] of a pass over the text's first tokens (after 20,000 characters, past front matter); kept in `folder`."""
     named = f"{model_path.resolve()}|{hashlib.sha256(text.read_bytes()).hexdigest()}|{tokens}|{depths}"
     stored = folder / f"capture-{hashlib.sha256(named.encode()).hexdigest()[:16]}.npz"
     if stored.exists():
@@ -58,9 +58,9 @@ def capture(model_path: Path, text: Path, tokens: int, depths: list[int], folder
     source = model_path if model_path.is_dir() else as_directory(model_path, lambda note: print(note, file=sys.stderr))
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="edgekv_capture", dtype=torch.float32)
     words = text.read_text(encoding="utf-8", errors="replace")
-    ids = AutoTokenizer.from_pretrained(source)(words[len(words) // 10 :][: tokens * 12], return_tensors="pt").input_ids[:, :tokens]
+    ids = AutoTokenizer.from_pretrained(source)(words[20_000:][: tokens * 12], return_tensors="pt").input_ids[:, :tokens]
     if ids.shape[1] < tokens:
-        sys.exit(f"{text} holds {ids.shape[1]} tokens after its first tenth; {tokens} are needed.")
+        sys.exit(f"{text} holds {ids.shape[1]} tokens after its first 20,000 characters; {tokens} are needed.")
     with torch.no_grad():
         model.get_decoder()(ids)
     arrays = {name: np.stack([layer[i] for layer in taken]) for i, name in enumerate("qkv")}
