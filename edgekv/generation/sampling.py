@@ -76,7 +76,7 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     cut = _FIRST_CUT
     while True:
         ids = np.flatnonzero(weights >= cut)
-        if weights[ids].sum(dtype=np.float64) >= wanted or ids.size == weights.size:
+        if cut == 0.0 or weights[ids].sum(dtype=np.float64) >= wanted:
             break
         cut = cut * _CUT_STEP if cut > 1e-30 else 0.0
     ids = ids[np.argsort(-weights[ids], kind="stable")]
