@@ -163,12 +163,13 @@ def test_pain_10_a_refused_allocation_is_a_sentence(tmp_path, monkeypatch):
 def run(session, states, outputs, tokens, position):
     """One step with the given arrays bound as states and as their outputs."""
     binding = session.io_binding()
-    value = ort.OrtValue.ortvalue_from_numpy
-    for name, array in (("input_ids", tokens[None]), ("position", [position]), ("rows", [len(tokens) - 1]), ("shift", [0])):
-        binding.bind_ortvalue_input(name, value(np.array(array, np.int64).reshape(1, -1) if name == "input_ids" else np.array(array, np.int64)))
+    inputs = {"input_ids": tokens[None], "position": [position], "rows": [len(tokens) - 1], "shift": [0]}
+    inputs = {name: np.array(array, np.int64) for name, array in inputs.items()}  # ONNX Runtime 1.23 does not keep them alive
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
     for i, (state, output) in enumerate(zip(states, outputs, strict=True)):
-        binding.bind_ortvalue_input(f"state.{i}", value(state.view(np.int8)))
-        binding.bind_ortvalue_output(f"state.{i}.out", value(output.view(np.int8)))
+        binding.bind_ortvalue_input(f"state.{i}", ort.OrtValue.ortvalue_from_numpy(state.view(np.int8)))
+        binding.bind_ortvalue_output(f"state.{i}.out", ort.OrtValue.ortvalue_from_numpy(output.view(np.int8)))
     binding.bind_output("logits")
     session.run_with_iobinding(binding)
     return binding.get_outputs()[-1].numpy()[0, 0]
