@@ -121,6 +121,18 @@ class Bundle:
         return min(ends, default=None)
 
     @property
+    def first_eviction(self) -> int | None:
+        """Tokens that are read when the first one is dropped: a boundary beyond the smallest body. None: none ever is.
+
+        Layers with a sliding window of the model's own are left out: nobody misses what no query can see.
+        """
+        bodies = [
+            p["body_slots"] for p in (layer["params"] for layer in self.layers)
+            if p.get("keep", 0) != layout.KEEPS["full"] and not p.get("sliding_window")
+        ]  # fmt: skip
+        return (min(bodies) // self.boundary + 1) * self.boundary if bodies else None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes on disk of the graph and its weights."""
         return sum(entry["bytes"] for name, entry in self.manifest["files"].items() if name.startswith("model."))

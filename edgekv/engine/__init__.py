@@ -33,6 +33,7 @@ class Engine(Protocol):
     max_rows: int  # most rows of logits of one step
     vocab: int  # logits per row
     capacity: int | None  # tokens that fit into a fresh cache; None: no end
+    observe: int  # tokens at the end of an interval whose queries decide what compaction keeps, and that `foresee` takes; 0: none
     threads: int
     arena: np.ndarray  # uint8 [bytes], the memory of all states
 
@@ -52,6 +53,16 @@ class Engine(Protocol):
         """Until the next call, steps see the first 16 slots of each layer's body, its newest `window` and the tail; None: all.
 
         Cheaper and less exact steps, for drafting. Must be None again before anything is committed.
+        """
+        ...
+
+    def foresee(self, tokens: np.ndarray, position: int) -> None:
+        """Lets tokens that come later in the text decide what the next compaction keeps, in place of the interval's own last ones.
+
+        tokens    int64 [observe], usually the end of the prompt
+        position  committed tokens, exactly `observe` before the next boundary
+
+        Runs them as if they came next, commits nothing, and remembers their queries. Only for engines with observe > 0.
         """
         ...
 

@@ -42,6 +42,13 @@ def check_memory(bundle: Bundle, logits_bytes: int, beside: Bundle | None = None
         )
 
 
+def _query_plane(params: dict[str, Any], state: np.ndarray) -> np.ndarray:
+    """The bytes of a state that hold the observed queries; empty for keep rules without scores."""
+    at = layout.state_layout(params)
+    size = params["q_heads"] * params.get("observe", 0) * params["key_dim"] * layout.element_bytes(params)
+    return state[at.tail_q : at.tail_q + (size if params.get("keep", 0) == layout.KEEPS["heavy"] else 0)]
+
+
 def session_options(threads: int, alternating: bool = False) -> ort.SessionOptions:
     """Options of every session that edgekv makes, with the native operators registered."""
     options = ort.SessionOptions()
@@ -91,6 +98,7 @@ class OnnxRuntimeEngine:
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(params.body_slots for params in self._params)
         self.capacity = bundle.capacity
+        self.observe = max(layer["params"].get("observe", 0) for layer in bundle.layers)
 
         check_memory(bundle, max_rows * self.vocab * 4, beside)
         try:
@@ -105,6 +113,10 @@ class OnnxRuntimeEngine:
         self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in self._states]
         first = layout.HEADER.fields["hidden_from"][1]
         self._hidden = [state[first : first + 8].view(np.int32) for state in self._states]  # hidden_from, hidden_to
+        # queries of the end of the prompt, held from foresee() until the compaction that they are for
+        self._tail_q = [_query_plane(layer["params"], state) for layer, state in zip(bundle.layers, self._states, strict=True)]
+        self._foreseen = [np.empty_like(plane) for plane in self._tail_q]
+        self._has_foreseen = False
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
@@ -178,16 +190,31 @@ class OnnxRuntimeEngine:
             end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
             hidden[:] = (lanes, end) if end > lanes else 0
 
+    def foresee(self, tokens: np.ndarray, position: int) -> None:
+        if self.observe < 1 or len(tokens) != self.observe or position != self._tail_base + self.boundary - self.observe:
+            raise NativeError(f"what is foreseen must be the {self.observe} tokens before a boundary")
+        for first in range(0, self.observe, self.chunk):
+            part = tokens[first : first + self.chunk]
+            self.step(part, position + first, np.zeros(1, np.int64))
+        for kept, plane in zip(self._foreseen, self._tail_q, strict=True):
+            kept[:] = plane
+        self._has_foreseen = True
+
     def compact(self, position: int) -> None:
         rank = min(position, self._rank_limit) if self._ranked else position
         for params in self._params:
             if params.keep == layout.KEEPS["full"] and position > params.body_slots:
                 raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+        if self._has_foreseen:
+            for plane, kept in zip(self._tail_q, self._foreseen, strict=True):
+                plane[:] = kept
+            self._has_foreseen = False
         self._compact_layers(position, rank, self.threads)
         self._tail_base = position
         self._shift[0] = position - rank
 
     def reset(self) -> None:
+        self._has_foreseen = False
         for params, state in zip(self._params, self._states, strict=True):
             native.state_init(params, state)
         self._tail_base = 0
@@ -213,5 +240,5 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         self._bindings.clear()
         self._session = self._compact_layers = None
-        self._states, self._headers, self._hidden = [], [], []
+        self._states, self._headers, self._hidden, self._tail_q, self._foreseen = [], [], [], [], []
         self.arena = np.empty(0, np.uint8)

@@ -100,7 +100,7 @@ def generate(
     clock = time.perf_counter
     start, first = clock(), session.position
     sampler.observe(prompt)
-    logits = session.feed(prompt, interrupted, progress)
+    logits = session.feed(prompt, interrupted, progress, foresee=True)
     answer.prompt_tokens = len(prompt)
     answer.fed = session.position - first
     produced = decoder(session, sampler, logits) if logits is not None else None  # a drafter reads the prompt here

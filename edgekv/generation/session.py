@@ -88,26 +88,47 @@ class Session:
         tokens: Sequence[int] | np.ndarray,
         stop: Callable[[], bool] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        foresee: bool = False,
     ) -> np.ndarray | None:
         """Commits tokens in blocks of at most a chunk; returns logits float32 [vocab] of the last one, a view.
 
         stop      asked between blocks; when it says so, feeding ends and None is returned
         progress  told the number of tokens fed so far, and of all of them, after each block
+        foresee   these tokens are a whole prompt: a cache that ranks tokens by the attention they receive keeps, at every boundary
+                  inside it at which some must go, what the end of the prompt attends to, so that the question decides what is
+                  remembered of the text before it. The state then depends on where the prompt ended, still not on the blocks
         """
         tokens = np.asarray(tokens, dtype=np.int64)
         if tokens.size == 0:
             raise ValueError("there are no tokens to feed")
-        logits, fed = None, 0
+        logits, fed, foreseen = None, 0, False
         while fed < tokens.size:
-            if stop is not None and stop():
+            if stop is not None and not foreseen and stop():
                 return None
-            block = tokens[fed : fed + max(1, self.room)]
+            until = self._until_foresight(tokens.size, fed) if foresee else None
+            if until == 0:
+                self.engine.foresee(tokens[-self.engine.observe :], self.position)
+                foreseen = True
+            block = tokens[fed : fed + max(1, min(self.room, until or self.room))]
             logits = self.step(block, self._all_rows[block.size - 1 : block.size])
             self.commit(block.size)
             fed += block.size
+            foreseen = foreseen and self.position != self.tail_base
             if progress is not None:
                 progress(fed, tokens.size)
         return logits[0]
+
+    def _until_foresight(self, size: int, fed: int) -> int | None:
+        """Tokens before the end of the prompt is to be looked at, None when not in this interval.
+
+        That is for intervals that end inside the prompt (of `size` tokens, `fed` of them committed) by dropping tokens.
+        """
+        observe, boundary = self.engine.observe, self.tail_base + self.engine.boundary
+        if not 0 < observe <= size or size - fed <= boundary - self.position:
+            return None
+        first = self.engine.bundle.first_eviction
+        until = boundary - observe - self.position
+        return until if first is not None and first <= boundary and until >= 0 else None
 
     def rewind(self, position: int) -> bool:
         """Takes back committed tokens from `position` on when they are all in the tail still; says whether it could."""

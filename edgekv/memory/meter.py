@@ -7,6 +7,7 @@ on-chip memory and DRAM by the residency model of the device. Over the whole run
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,8 +97,14 @@ class MeteredEngine:
         return np.sum(self._rows, axis=0, dtype=np.uint64)
 
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        return self._metered(tokens, position, len(rows), lambda: self._engine.step(tokens, position, rows))
+
+    def foresee(self, tokens: np.ndarray, position: int) -> None:
+        self._metered(tokens, position, 1, lambda: self._engine.foresee(tokens, position))
+
+    def _metered(self, tokens: np.ndarray, position: int, rows: int, run: Callable[[], Any]) -> Any:
         before, began = self._counted(), time.perf_counter()
-        logits = self._engine.step(tokens, position, rows)
+        result = run()
         seconds = time.perf_counter() - began
         moved, count = (self._counted() - before).tolist(), len(tokens)
         sizes = {
@@ -106,11 +113,11 @@ class MeteredEngine:
             "kv_payload": sum(moved[i] for i in _PAYLOAD),
             "kv_write": moved[_WRITE],
             "activations": self._activations * count,
-            "logits": 8 * self._vocab * len(rows),
+            "logits": 8 * self._vocab * rows,
         }
-        kind = "prefill" if count > 1 and len(rows) == 1 else "decode"
+        kind = "prefill" if count > 1 and rows == 1 else "decode"
         self.steps.append(Step(kind, began - self._began, seconds, count, position, sizes, self._on_chip(sizes)))
-        return logits
+        return result
 
     def compact(self, position: int) -> None:
         before, began = self._counted(), time.perf_counter()

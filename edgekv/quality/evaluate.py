@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from edgekv import engine, layout, machine
+from edgekv import engine, machine
 from edgekv.bundle import Bundle
 from edgekv.errors import UserError
 from edgekv.generation.session import Session
@@ -70,7 +70,7 @@ def evaluate(
             loaded.close()
         passes.append(scores)
         shown.append({"name": name, **_facts(bundle), "tasks": needle.summarise(outcomes), "lengths_left_out": left_out})
-    evicted = min((_first_eviction(b) for b in bundles if not _keeps_all(b)), default=None)
+    evicted = min((b.first_eviction for b in bundles if b.first_eviction is not None), default=None)
     after = None if evicted is None else evicted + 1  # the token that follows is still predicted from all before it
     for entry, scores in zip(shown, passes, strict=True):
         entry["perplexity"] = None if scores is None else _perplexity(scores, after)
@@ -94,19 +94,8 @@ def _shared_tokenizer(bundles: Sequence[Bundle]) -> Tokenizer:
     return load_tokenizer(bundles[0])
 
 
-def _keeps_all(bundle: Bundle) -> bool:
-    return all(layer["params"].get("keep", 0) == layout.KEEPS["full"] or layer["params"].get("sliding_window") for layer in bundle.layers)
-
-
-def _first_eviction(bundle: Bundle) -> int:
-    """Tokens that are read when the first one is dropped: the first boundary beyond the smallest body, layers with a window of
-    the model's own left out."""
-    bodies = [layer["params"]["body_slots"] for layer in bundle.layers if not layer["params"].get("sliding_window")]
-    return (min(bodies) // bundle.boundary + 1) * bundle.boundary
-
-
 def _default_reference(bundles: Sequence[Bundle]) -> int:
-    return next((i for i, b in enumerate(bundles) if _keeps_all(b)), 0)
+    return next((i for i, b in enumerate(bundles) if b.first_eviction is None), 0)
 
 
 def _ids(bundles: Sequence[Bundle], tokenizer: Tokenizer, text: Text, tokens: int) -> np.ndarray:

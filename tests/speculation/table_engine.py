@@ -18,6 +18,7 @@ class TableEngine:
     """`laws` float64 [vocab, vocab, vocab]: laws[a, b] is the law behind the tokens a, b (a = b = 0 before the text)."""
 
     threads = 1
+    observe = 0
 
     def __init__(self, laws: np.ndarray, boundary: int = 32, chunk: int = 32, capacity: int | None = None, max_rows: int = 17):
         with np.errstate(divide="ignore"):
