@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 BLOCK = 32
-ROWS = 1 << 22  # weights quantised at a time, which bounds the memory of the search
+ROWS = 1 << 20  # weights quantised at a time, which bounds the memory of the search
 SHRINK = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # shares of a block's range that are tried
 
 
