@@ -7,6 +7,8 @@ Everything here takes `params`: a mapping with the fields of attributes.def (mis
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,13 +17,17 @@ import numpy as np
 
 from edgekv.errors import UserError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 STATE_MAGIC = 0x31564B45  # "EKV1", little endian
 LANES = 16  # tokens interleaved in a key block
+INDEX_TOKENS = 32  # tokens side by side in the index plane
+GROUP = 32  # numbers that share a zero point and a scale
 
 ELEMENTS = {"fp32": 0, "fp16": 1}
 KEEPS = {"full": 0, "window": 1, "heavy": 2}
 POSITIONS = {"original": 0, "cache": 1}
+SCORES = {"attention": 0, "keys": 1}
+FORMATS = {"dense": 0, "selfindex": 1}
 
 # attributes.def, in order: (name, struct code, default).
 FIELDS: tuple[tuple[str, str, float], ...] = (
@@ -46,6 +52,10 @@ FIELDS: tuple[tuple[str, str, float], ...] = (
     ("rotary_dim", "i", 0),
     ("rotary_interleaved", "i", 0),
     ("fused_rotary", "i", 0),
+    ("score", "i", 0),
+    ("format", "i", 0),
+    ("value_bits", "i", 4),
+    ("intervals", "i", 0),
 )
 
 # Entries of the header's traffic counters, in bytes (the last named one counts steps).
@@ -73,11 +83,13 @@ HEADER = np.dtype(
         ("body_count", "<i4"),
         ("hidden_from", "<i4"),
         ("hidden_to", "<i4"),
-        ("reserved1", "u1", (76,)),
+        ("retrieve", "<i4"),
+        ("rerank", "<i4"),
+        ("reserved1", "u1", (68,)),
         ("traffic", "<u8", (16,)),
     ]
 )
-COMMITTED_HEADER_BYTES = HEADER.fields["traffic"][1]  # what precedes the counters is committed state
+COMMITTED_HEADER_BYTES = HEADER.fields["hidden_from"][1]  # what precedes the runtime's own fields and the counters
 
 
 class Layout(NamedTuple):
@@ -88,6 +100,13 @@ class Layout(NamedTuple):
     body_seen: int
     body_k: int
     body_v: int
+    index: int
+    payload: int
+    mean: int
+    codebook: int
+    code_seen: int
+    sink_k: int
+    sink_v: int
     tail_k: int
     tail_v: int
     tail_q: int
@@ -107,25 +126,73 @@ def element_bytes(params: Mapping) -> int:
     return 2 if params.get("element", 1) == ELEMENTS["fp16"] else 4
 
 
+def keeps_scores(params: Mapping) -> bool:
+    """Whether attention scores and the queries that make them are stored."""
+    return params.get("keep", 0) == KEEPS["heavy"] and params.get("score", 0) == SCORES["attention"]
+
+
+def is_selfindex(params: Mapping) -> bool:
+    """Whether the body is compressed."""
+    return params.get("format", 0) == FORMATS["selfindex"]
+
+
+def record_parts(params: Mapping) -> tuple[int, int, int, int]:
+    """Bytes of the parts of a selfindex record: key magnitudes, value codes, key pairs, value pairs."""
+    keys, values = -(-params["key_dim"] // GROUP), -(-params["value_dim"] // GROUP)
+    return 8 * keys, 4 * params.get("value_bits", 4) * values, 4 * keys, 4 * values
+
+
+def record_bytes(params: Mapping) -> int:
+    """Bytes of a selfindex record with its padding."""
+    return _align(sum(record_parts(params)), 16)
+
+
+def token_bytes(params: Mapping) -> int:
+    """Bytes of one body token of one kv head, without position and score: index and record, or dense key and value."""
+    if is_selfindex(params):
+        return params["key_dim"] // 8 + record_bytes(params)
+    return (params["key_dim"] + params["value_dim"]) * element_bytes(params)
+
+
+def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Type and shape of every plane behind the header, in order; a plane that is not asked for holds nothing."""
+    p = complete(params)
+    kv, body, tail, dim, out = p["kv_heads"], p["body_slots"], p["tail_slots"], p["key_dim"], p["value_dim"]
+    packed, scored = is_selfindex(p), keeps_scores(p)
+    dense, compressed = (0, body) if packed else (body, 0)
+    sinks = _align(p["sinks"], LANES) if packed else 0
+    element = np.dtype("<f2" if p["element"] == ELEMENTS["fp16"] else "<f4")
+    i4, f4, f2, u1 = (np.dtype(name) for name in ("<i4", "<f4", "<f2", "u1"))
+    return {
+        "body_pos": (i4, (kv, body)),
+        "body_score": (f4, (kv, body if scored else 0)),
+        "body_seen": (f4, (kv, body if scored else 0)),
+        "body_k": (element, (kv, dense // LANES, dim, LANES)),
+        "body_v": (element, (kv, dense, out)),
+        "index": (u1, (kv, compressed // INDEX_TOKENS, dim // 4, 16)),
+        "payload": (u1, (kv, compressed, record_bytes(p))),
+        "mean": (f2, (kv, p["intervals"] if packed else 0, dim)),
+        "codebook": (f4, (kv if packed else 0, dim // 4, 16, 4)),
+        "code_seen": (f4, (kv if packed else 0, dim // 4, 16)),
+        "sink_k": (element, (kv, sinks // LANES, dim, LANES)),
+        "sink_v": (element, (kv, sinks, out)),
+        "tail_k": (element, (kv, tail // LANES, dim, LANES)),
+        "tail_v": (element, (kv, tail, out)),
+        "tail_q": (element, (p["q_heads"], p["observe"] if scored else 0, dim)),
+    }
+
+
+def itemised_bytes(params: Mapping) -> dict[str, int]:
+    """Bytes of the header and of every plane with its padding to 64 bytes; their sum, rounded up to 256, is the state."""
+    items = {"header": HEADER.itemsize}
+    for name, (dtype, shape) in planes(params).items():
+        items[name] = _align(math.prod(shape) * dtype.itemsize, 64)
+    return items
+
+
 def state_layout(params: Mapping) -> Layout:
     """Offsets of the planes for these parameters, in bytes from the start of the block."""
-    p = complete(params)
-    kv, body, tail, size = p["kv_heads"], p["body_slots"], p["tail_slots"], element_bytes(p)
-    heavy = p["keep"] == KEEPS["heavy"]
-    scored = kv * body * 4 if heavy else 0
-    queries = p["q_heads"] * p["observe"] * p["key_dim"] * size if heavy else 0
-    offsets = [HEADER.itemsize]
-    for plane in (
-        kv * body * 4,
-        scored,
-        scored,
-        kv * body * p["key_dim"] * size,
-        kv * body * p["value_dim"] * size,
-        kv * tail * p["key_dim"] * size,
-        kv * tail * p["value_dim"] * size,
-        queries,
-    ):
-        offsets.append(offsets[-1] + _align(plane, 64))
+    offsets = list(itertools.accumulate(itemised_bytes(params).values()))
     return Layout(*offsets[:-1], _align(offsets[-1], 256))
 
 
@@ -152,7 +219,7 @@ def check_params(params: Mapping) -> str | None:
     """None when the parameters make sense, otherwise one sentence that names the field (as check_params in the header)."""
     p = complete(params)
     bounded = p["keep"] != KEEPS["full"]
-    heavy = p["keep"] == KEEPS["heavy"]
+    heavy, packed = p["keep"] == KEEPS["heavy"], is_selfindex(p)
     rules = (
         (1 <= p["q_heads"] <= 4096, "q_heads must be between 1 and 4096"),
         (p["kv_heads"] >= 1 and p["q_heads"] % max(p["kv_heads"], 1) == 0, "kv_heads must divide q_heads"),
@@ -165,9 +232,22 @@ def check_params(params: Mapping) -> str | None:
         ),
         (p["element"] in ELEMENTS.values(), "element must be 0 (float32) or 1 (float16)"),
         (p["keep"] in KEEPS.values(), "keep must be 0 (full), 1 (window) or 2 (heavy)"),
-        (p["sinks"] >= 0 and not (bounded and p["sinks"] > p["body_slots"]), "sinks must fit the body"),
+        (p["score"] in SCORES.values(), "score must be 0 (attention) or 1 (keys)"),
+        (p["format"] in FORMATS.values(), "format must be 0 (dense) or 1 (selfindex)"),
+        (not packed or p["key_dim"] % 4 == 0, "key_dim must be a multiple of 4"),
+        (not packed or p["body_slots"] % INDEX_TOKENS == 0, "body_slots must be a multiple of 32"),
+        (not packed or p["value_bits"] in (2, 4, 8), "value_bits must be 2, 4 or 8"),
+        (not packed or 1 <= p["intervals"] <= 1 << 20, "intervals must be between 1 and 1048576"),
         (
-            p["window"] >= 0 and not (heavy and p["sinks"] + p["window"] > p["body_slots"]),
+            not packed or p["positions"] == POSITIONS["original"],
+            "positions must be 0 (original): compressed keys cannot be turned",
+        ),
+        (
+            0 <= p["sinks"] <= 1 << 20 and (packed or not bounded or p["sinks"] <= p["body_slots"]),
+            "sinks must fit the body",
+        ),
+        (
+            p["window"] >= 0 and not (heavy and p["window"] > p["body_slots"] - (0 if packed else p["sinks"])),
             "sinks + window must fit the body",
         ),
         (0 <= p["observe"] <= p["tail_slots"], "observe must be between 0 and tail_slots"),
@@ -190,12 +270,9 @@ class StateView:
     block    writable uint8 (or int8) array [state_bytes(params)]
 
     header      HEADER scalar view, shape ()
+    and every plane of planes() under its name, for example
     body_pos    int32 [kv_heads, body_slots], -1 = empty
-    body_score, body_seen   float32 [kv_heads, body_slots], with no slots unless keep = heavy
     body_k      element [kv_heads, body_slots/16, key_dim, 16]
-    body_v      element [kv_heads, body_slots, value_dim]
-    tail_k, tail_v          the same with tail_slots
-    tail_q      element [q_heads, observe, key_dim], with no rows unless keep = heavy
     """
 
     def __init__(self, params: Mapping, block: np.ndarray):
@@ -207,23 +284,10 @@ class StateView:
         if block.ndim != 1 or block.dtype.itemsize != 1 or block.size != at.bytes or not block.flags.c_contiguous:
             raise UserError(f"A cache state of layer {p['layer']} must be one block of {at.bytes} bytes.")
         self.block = block = block.view(np.uint8)
-        element = np.dtype("<f2" if p["element"] == ELEMENTS["fp16"] else "<f4")
-        heavy = p["keep"] == KEEPS["heavy"]
-        kv, body, tail = p["kv_heads"], p["body_slots"], p["tail_slots"]
-
-        def plane(offset: int, dtype, *shape: int) -> np.ndarray:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            return block[offset : offset + size].view(dtype).reshape(shape)
-
         self.header = block[: HEADER.itemsize].view(HEADER).reshape(())
-        self.body_pos = plane(at.body_pos, "<i4", kv, body)
-        self.body_score = plane(at.body_score, "<f4", kv, body if heavy else 0)
-        self.body_seen = plane(at.body_seen, "<f4", kv, body if heavy else 0)
-        self.body_k = plane(at.body_k, element, kv, body // LANES, p["key_dim"], LANES)
-        self.body_v = plane(at.body_v, element, kv, body, p["value_dim"])
-        self.tail_k = plane(at.tail_k, element, kv, tail // LANES, p["key_dim"], LANES)
-        self.tail_v = plane(at.tail_v, element, kv, tail, p["value_dim"])
-        self.tail_q = plane(at.tail_q, element, p["q_heads"], p["observe"] if heavy else 0, p["key_dim"])
+        for (name, (dtype, shape)), offset in zip(planes(p).items(), at):
+            plane = block[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            setattr(self, name, plane)
 
     def initialise(self) -> None:
         """Empty cache at position 0: all bytes zero but the header and the positions of the empty slots (-1)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv.errors import CacheFullError, NativeError
+from edgekv.layout import Layout
 
 LIBRARY = Path(__file__).resolve().parent / "_native" / "libedgekv.so"
 
@@ -115,10 +116,9 @@ def state_bytes(params: LayerParams) -> int:
 
 def layout(params: LayerParams) -> dict[str, int]:
     """Byte offset of every plane, and under "bytes" the size of the state."""
-    offsets = (c_int64 * 9)()
+    offsets = (c_int64 * len(Layout._fields))()
     _refuse_if(_lib.edgekv_layout(params, offsets))
-    names = ("body_pos", "body_score", "body_seen", "body_k", "body_v", "tail_k", "tail_v", "tail_q", "bytes")
-    return dict(zip(names, offsets))
+    return dict(zip(Layout._fields, offsets, strict=True))
 
 
 def params_hash(params: LayerParams) -> int:

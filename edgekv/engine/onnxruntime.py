@@ -46,7 +46,7 @@ def _query_plane(params: dict[str, Any], state: np.ndarray) -> np.ndarray:
     """The bytes of a state that hold the observed queries; empty for keep rules without scores."""
     at = layout.state_layout(params)
     size = params["q_heads"] * params.get("observe", 0) * params["key_dim"] * layout.element_bytes(params)
-    return state[at.tail_q : at.tail_q + (size if params.get("keep", 0) == layout.KEEPS["heavy"] else 0)]
+    return state[at.tail_q : at.tail_q + (size if layout.keeps_scores(params) else 0)]
 
 
 def session_options(threads: int, alternating: bool = False) -> ort.SessionOptions:

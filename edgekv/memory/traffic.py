@@ -72,7 +72,7 @@ def step_traffic(
                 total[f"read_{plane}_keys"] += sum(blocks for blocks, _ in tiles) * layout.LANES * params["key_dim"] * element
                 total[f"read_{plane}_values"] += sum(slots for _, slots in tiles) * params["value_dim"] * element
     observed = 0
-    if params["keep"] == layout.KEEPS["heavy"]:
+    if layout.keeps_scores(params):
         observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))
     numbers = rows * params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + observed * params["q_heads"] * params["key_dim"]
     total["write_tail"] = numbers * element
@@ -114,7 +114,7 @@ def compaction_traffic(
         moved_values = sum(source[i] != i or source[i] >= len(old) for i in range(len(new)))
         moved += moved_values * (params["value_dim"] * element + 4)
     read = written = moved
-    if params["keep"] == layout.KEEPS["heavy"]:
+    if layout.keeps_scores(params):
         count, heads = len(before[0]), params["kv_heads"]
         row_block = ROWS_PER_PASS[isa] // 8
         passes = -(-params["observe"] * (params["q_heads"] // heads) // row_block)

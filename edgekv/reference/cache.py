@@ -128,7 +128,7 @@ class ReferenceCache:
             write_keys(state.body_k[head : head + 1], 0, head_keys[None])
             state.body_v[head, :count] = values[head, slots]
             state.body_pos[head, :count] = where[head, slots]
-            if p["keep"] == layout.KEEPS["heavy"]:
+            if layout.keeps_scores(p):
                 state.body_score[head, :count] = score[head, slots]
                 state.body_seen[head, :count] = pairs[head, slots]
         state.header["evicted"] += keys.shape[1] - count
@@ -168,7 +168,7 @@ class ReferenceCache:
 
     def _store_queries(self, q: np.ndarray, first: int) -> None:
         """Keep the queries of the last `observe` tail slots for compaction to score tokens with."""
-        if self.params["keep"] != layout.KEEPS["heavy"]:
+        if not layout.keeps_scores(self.params):
             return
         start = self.params["tail_slots"] - self.params["observe"]
         for row in range(len(q)):
@@ -180,7 +180,7 @@ class ReferenceCache:
         p, state, count = self.params, self.state, self.count
         score = np.zeros(where.shape, np.float32)
         pairs = np.zeros(where.shape, np.float32)
-        if p["keep"] != layout.KEEPS["heavy"]:
+        if not layout.keeps_scores(p):
             return score, pairs
         decay = np.float32(p["score_decay"])
         score[:, :count] = state.body_score[:, :count] * decay

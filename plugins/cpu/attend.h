@@ -78,7 +78,7 @@ void prepare_head(const Step& s, int head) {
     for (int g = 0; g < s.group; ++g) {
       const float* q = row(s.q, head * s.group + g, t);
       const int observed = s.first_tail + t - observed_from;
-      if (p.keep == edgekv::kKeepHeavy && observed >= 0)
+      if (edgekv::keeps_scores(p) && observed >= 0)
         store_row(reinterpret_cast<E*>(s.state.tail_q) + (int64_t(head * s.group + g) * p.observe + observed) * dim, q, dim);
       const int r = t * s.group + g, block = r / kRowBlock * kRowBlock;
       const int width = all - block < kRowBlock ? all - block : kRowBlock;

@@ -65,7 +65,7 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadTailValues] += loaded.tail_values;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
   const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) +
-                           (p.keep == kKeepHeavy ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
+                           (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
   traffic[kWriteTail] += numbers * element_bytes(p);
   traffic[kTrafficSteps] += 1;
 }
@@ -77,6 +77,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   const StateView view = view_state(params, state);
   if (check_inputs(params, in, *view.header)) return 1;
 
+  if (params.format != kFormatDense || params.score != kScoreAttention) return fail("this library has no kernels for this cache yet");
   const Kernels& kernel = kernels();
   Loaded loaded = {};
   Step s = {};

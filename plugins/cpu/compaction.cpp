@@ -59,6 +59,7 @@ int check(const Compaction& c, const float* inv_freq, int64_t position, int64_t 
 int compact_state(const LayerParams& params, const float* inv_freq, void* state, int64_t bytes, int64_t position, int64_t rank_base,
                   Parallel& parallel) {
   if (check_state(params, state, bytes, position)) return 1;
+  if (params.format != kFormatDense || params.score != kScoreAttention) return fail("this library has no kernels for this cache yet");
   const Kernels& kernel = kernels();
   Compaction c = {};
   c.params = params;
@@ -75,10 +76,10 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   c.turn = (rank_base - c.new_count) - (header.rank_base - c.body_count);
   c.least_turn = c.turn - (candidates - c.new_count);
   c.turns = candidates - c.new_count + 1;
-  const bool heavy = params.keep == kKeepHeavy, rotates = params.positions == kPositionsCache && params.rotary_dim > 0;
+  const bool scored = keeps_scores(params), rotates = params.positions == kPositionsCache && params.rotary_dim > 0;
 
   const int64_t heads = params.kv_heads, per_head = rounded(candidates);
-  const int64_t work = heavy ? rounded(kernel.row_block * (padded_candidates(c) + params.key_dim)) : 0;
+  const int64_t work = scored ? rounded(kernel.row_block * (padded_candidates(c) + params.key_dim)) : 0;
   const int64_t table = rotates ? rounded(int64_t(params.rotary_dim / 2) * c.turns) : 0;
   Scratch scratch;
   float* memory = static_cast<float*>(scratch.reserve(size_t(2 * table + heads * (5 * per_head + work)) * sizeof(float)));
@@ -106,7 +107,7 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   char sentence[512] = "";
   parallel.each(size_t(heads), [&](size_t index) {
     const Head h = head_memory(index);
-    if (heavy) {
+    if (scored) {
       const int64_t at = int64_t(index) * params.body_slots;
       for (int i = 0; i < candidates; ++i) {
         h.score[i] = i < c.body_count ? c.state.body_score[at + i] * params.score_decay : 0.0f;
@@ -129,14 +130,14 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   parallel.each(size_t(heads), [&](size_t index) {
     const Head h = head_memory(index);
     kernel.move(c, int(index), h.kept);
-    if (!heavy) return;
+    if (!scored) return;
     const int64_t at = int64_t(index) * params.body_slots;
     for (int i = 0; i < c.new_count; ++i) {
       c.state.body_score[at + i] = h.score[h.kept[i]];
       c.state.body_seen[at + i] = h.seen[h.kept[i]];
     }
   });
-  if (heavy) {
+  if (scored) {
     const uint64_t blocks = (uint64_t(params.observe) * c.group + kernel.row_block - 1) / kernel.row_block;
     read += blocks * heads * padded_candidates(c) * params.key_dim * element_bytes(params) + uint64_t(heads) * c.body_count * 8;
     written += uint64_t(heads) * c.new_count * 8;

@@ -17,6 +17,13 @@ StateView view_state(const LayerParams& params, void* state) {
   s.body_seen = reinterpret_cast<float*>(base + at.body_seen);
   s.body_k = base + at.body_k;
   s.body_v = base + at.body_v;
+  s.index = base + at.index;
+  s.payload = base + at.payload;
+  s.mean = reinterpret_cast<uint16_t*>(base + at.mean);
+  s.codebook = reinterpret_cast<float*>(base + at.codebook);
+  s.code_seen = reinterpret_cast<float*>(base + at.code_seen);
+  s.sink_k = base + at.sink_k;
+  s.sink_v = base + at.sink_v;
   s.tail_k = base + at.tail_k;
   s.tail_v = base + at.tail_v;
   s.tail_q = base + at.tail_q;
@@ -63,6 +70,7 @@ int check_state(const LayerParams& params, const void* state, int64_t bytes, int
       h.hidden_to % EDGEKV_LANES)
     return fail("body slots %d to %d cannot be hidden: multiples of %d up to %d are possible", h.hidden_from, h.hidden_to, EDGEKV_LANES,
                 h.body_count);
+  if (h.retrieve < 0 || h.rerank < 0) return fail("retrieve and rerank must not be negative");
   if (position < h.tail_base || position - h.tail_base > params.tail_slots || position >= limit)
     return fail("position %" PRId64 " lies outside the tail, which starts at %" PRId64 " and has %d slots", position, h.tail_base,
                 params.tail_slots);
@@ -100,7 +108,7 @@ uint64_t hash_state(const LayerParams& params, const void* state, int64_t positi
   const int64_t tail = position - s.header->tail_base;
   Hasher hash;
   hash.word(uint64_t(position));
-  hash.bytes(s.header, offsetof(StateHeader, traffic));
+  hash.bytes(s.header, offsetof(StateHeader, hidden_from));
   hash.bytes(s.body_pos, at.tail_k - at.body_pos);
   for (int head = 0; head < params.kv_heads; ++head) {
     const size_t block = size_t(params.key_dim) * EDGEKV_LANES * element;
@@ -112,7 +120,7 @@ uint64_t hash_state(const LayerParams& params, const void* state, int64_t positi
     const size_t row = size_t(params.value_dim) * element;
     hash.bytes(s.tail_v + size_t(head) * params.tail_slots * row, size_t(tail) * row);
   }
-  if (params.keep == kKeepHeavy) {
+  if (keeps_scores(params)) {
     const int64_t first = params.tail_slots - params.observe, rows = tail > first ? tail - first : 0;
     const size_t row = size_t(params.key_dim) * element;
     for (int head = 0; head < params.q_heads; ++head) hash.bytes(s.tail_q + size_t(head) * params.observe * row, size_t(rows) * row);

@@ -13,7 +13,11 @@ struct StateView {
   int32_t* body_pos;
   float* body_score;
   float* body_seen;
-  uint8_t *body_k, *body_v, *tail_k, *tail_v, *tail_q;
+  uint8_t *body_k, *body_v;
+  uint8_t *index, *payload;
+  uint16_t* mean;
+  float *codebook, *code_seen;
+  uint8_t *sink_k, *sink_v, *tail_k, *tail_v, *tail_q;
 };
 
 StateView view_state(const LayerParams& params, void* state);
@@ -25,7 +29,7 @@ int init_state(const LayerParams& params, void* state, int64_t bytes);
 // belongs to other parameters, counts out of range, a position before the tail or beyond it. Never reads outside `bytes`.
 int check_state(const LayerParams& params, const void* state, int64_t bytes, int64_t position);
 
-// A 64-bit hash of everything committed: header without traffic, body planes, tail slots and tail queries before `position`.
+// A 64-bit hash of everything committed: header without what the runtime sets and the traffic, body planes, tail slots and tail queries before `position`.
 // The state must have passed check_state.
 uint64_t hash_state(const LayerParams& params, const void* state, int64_t position);
 

@@ -15,7 +15,7 @@ EDGEKV_DEVICE void count_step(const Step& s, const Tail& tail) {
   const uint64_t passes = (uint64_t(s.rows) * (p.q_heads / p.kv_heads) + s.row_block - 1) / s.row_block * heads;
   const auto blocks = [](uint64_t slots) { return (slots + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES; };
   const int first_observed = p.tail_slots - p.observe > tail.committed ? p.tail_slots - p.observe : tail.committed;
-  const uint64_t observed = p.keep == kKeepHeavy && int(newest) > first_observed ? newest - first_observed : 0;
+  const uint64_t observed = keeps_scores(p) && int(newest) > first_observed ? newest - first_observed : 0;
   uint64_t* t = header(s.layer)->traffic;
   t[kReadBodyKeys] += passes * blocks(kept) * p.key_dim * element;
   t[kReadBodyValues] += passes * kept * p.value_dim * element;
@@ -45,7 +45,7 @@ __global__ void append_rows(const Step s) {
     return;
   }
   const int observed = slot - (p.tail_slots - p.observe);
-  if (p.keep != kKeepHeavy || observed < 0) return;
+  if (!keeps_scores(p) || observed < 0) return;
   const int head = h - p.kv_heads;
   Elem* q = plane<Elem>(l, l.at.tail_q) + (size_t(head) * p.observe + observed) * p.key_dim;
   for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x)) q[d] = from_float<Elem>(load_rotated(s, s.q, t, head, d));

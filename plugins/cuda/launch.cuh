@@ -84,9 +84,9 @@ inline size_t place_compaction(Compaction& c, unsigned char* workspace) {
     return at;
   };
   c.capacity = p.body_slots + p.tail_slots;
-  c.query_rows = p.keep == kKeepHeavy ? p.observe * (p.q_heads / p.kv_heads) : 0;
+  c.query_rows = keeps_scores(p) ? p.observe * (p.q_heads / p.kv_heads) : 0;
   c.source = reinterpret_cast<int*>(take(kv * p.body_slots * sizeof(int)));
-  if (p.keep == kKeepHeavy) {
+  if (keeps_scores(p)) {
     c.score = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
     c.seen = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
     c.tiles = reinterpret_cast<float*>(take(kv * tiles_of(p) * c.query_rows * 2 * sizeof(float)));
@@ -100,7 +100,7 @@ void launch_compaction(const Compaction& c, cudaStream_t stream) {
   (void)stream;
   const LayerParams& p = c.layer.p;
   const dim3 tiles(tiles_of(p), p.kv_heads), threads(kThreads);
-  if (p.keep == kKeepHeavy) {
+  if (keeps_scores(p)) {
     const size_t bytes = observe_shared_bytes<Elem>();
     if (c.query_rows > 0) {
       EDGEKV_LAUNCH(observe_tiles<Elem>, tiles, threads, bytes, stream, c);

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMoveThreads) move_metadata(const Compaction c
     __syncthreads();  // all of the group is read
     if (j >= count) continue;
     positions[j] = position;
-    if (p.keep == kKeepHeavy) {
+    if (keeps_scores(p)) {
       plane<float>(c.layer, c.layer.at.body_score)[head + j] = c.score[size_t(kv_head) * c.capacity + from];
       plane<float>(c.layer, c.layer.at.body_seen)[head + j] = c.seen[size_t(kv_head) * c.capacity + from];
     }

@@ -5,30 +5,47 @@
 //
 //   header      256 B                                  StateHeader
 //   body_pos    int32 [kv_heads][body_slots]           position in the text of each kept token, ascending; -1 = empty slot
-//   body_score  float [kv_heads][body_slots]           accumulated attention (keep = heavy only)
-//   body_seen   float [kv_heads][body_slots]           observing queries behind that score (keep = heavy only)
+//   body_score  float [kv_heads][body_slots]           accumulated attention (keep = heavy by attention only)
+//   body_seen   float [kv_heads][body_slots]           observing queries behind that score (keep = heavy by attention only)
 //   body_k      elem  [kv_heads][body_slots/16][key_dim][16]   keys, 16 tokens interleaved, so that one vector load holds one
-//                                                              dimension of 16 tokens and a dot product needs no reduction
-//   body_v      elem  [kv_heads][body_slots][value_dim]
+//                                                              dimension of 16 tokens and a dot product needs no reduction (dense)
+//   body_v      elem  [kv_heads][body_slots][value_dim]                          (dense)
+//   index       uint8 [kv_heads][body_slots/32][key_dim/4][16]   sign codes, 32 tokens side by side: byte i of a group holds the
+//                                                              code of token i in its low and of token i + 16 in its high half
+//   payload     uint8 [kv_heads][body_slots][record_bytes]       one record per token (selfindex)
+//   mean        fp16  [kv_heads][intervals][key_dim]             mean key of each boundary interval of the text (selfindex)
+//   codebook    float [kv_heads][key_dim/4][16][4]               centroids of the sign codes (selfindex)
+//   code_seen   float [kv_heads][key_dim/4][16]                  sub-vectors behind each centroid (selfindex)
+//   sink_k      elem  [kv_heads][ceil16(sinks)/16][key_dim][16]  the first `sinks` tokens of the text in full (selfindex)
+//   sink_v      elem  [kv_heads][ceil16(sinks)][value_dim]       (selfindex)
 //   tail_k      elem  [kv_heads][tail_slots/16][key_dim][16]
 //   tail_v      elem  [kv_heads][tail_slots][value_dim]
-//   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy only)
+//   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy by attention only)
 //
-// Slots 0..body_count-1 of every kv head are filled, in order of position; all kv heads have the same count. Tail slot i holds
+// A record of a selfindex body is, back to back: key magnitudes (8 bytes per 32 numbers, 2 bits each), value codes (4 * value_bits
+// bytes per 32 numbers), then the fp16 pairs (zero point, scale) of the key's and of the value's groups of 32, padded to 16 bytes.
+// Bits b i .. b i + b - 1 of byte j of a group's 4 b bytes hold number 4 b i + j. docs/self_index.md says what the numbers mean.
+//
+// Slots 0..body_count-1 of every kv head are filled, in order of position; all kv heads have the same count. The sinks of a dense
+// body are its first slots; those of a selfindex body lie in sink_k and sink_v, min(sinks, tail_base) of them. Tail slot i holds
 // the token at position tail_base + i. How many tail slots are committed follows from the committed position the caller holds
 // (position - tail_base), never from the state: rejecting speculated tokens changes nothing but what lies beyond that.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#define EDGEKV_LAYOUT_VERSION 1
+#define EDGEKV_LAYOUT_VERSION 2
 #define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
 #define EDGEKV_LANES 16                 // tokens interleaved in a key block
+#define EDGEKV_INDEX_TOKENS 32          // tokens side by side in the index plane
+#define EDGEKV_GROUP 32                 // numbers that share a zero point and a scale
 
 namespace edgekv {
 
 enum Element : int32_t { kFloat32 = 0, kFloat16 = 1 };
 enum Keep : int32_t { kKeepFull = 0, kKeepWindow = 1, kKeepHeavy = 2 };
+enum Score : int32_t { kScoreAttention = 0, kScoreKeys = 1 };
+enum Format : int32_t { kFormatDense = 0, kFormatSelfIndex = 1 };
 enum Positions : int32_t { kPositionsOriginal = 0, kPositionsCache = 1 };
 
 struct LayerParams {
@@ -53,34 +70,65 @@ struct StateHeader {
   int64_t rank_base;        // rotary position of tail slot 0 (equals tail_base unless positions = cache)
   int64_t evicted;          // tokens dropped from the body so far, per kv head
   int32_t body_count;       // filled body slots per kv head
-  int32_t hidden_from;      // steps do not attend to body slots hidden_from..hidden_to-1, multiples of 16; equal: nothing is hidden.
-  int32_t hidden_to;        // Set by the runtime while it drafts with a part of the cache, else 0; no kernel writes them
-  uint8_t reserved1[76];
+  // What steps leave out. The runtime sets these four; no kernel writes them, and they are no part of the committed state.
+  int32_t hidden_from;      // steps do not attend to body slots hidden_from..hidden_to-1, multiples of 16; equal: nothing is hidden
+  int32_t hidden_to;        // (while it drafts with a part of the cache)
+  int32_t retrieve;         // body tokens each row attends to, found by their sign codes; 0: all (selfindex)
+  int32_t rerank;           // candidates per retrieved token that are ranked again by their stored keys; 0 and 1: the codes decide
+  uint8_t reserved1[68];
   uint64_t traffic[kTrafficEntries];  // not part of the committed state
 };
 static_assert(sizeof(StateHeader) == 256, "the header is one 256-byte block");
 
 // Byte offsets of every plane; a plane that the parameters do not ask for has its offset equal to the next one's.
 struct StateLayout {
-  size_t body_pos, body_score, body_seen, body_k, body_v, tail_k, tail_v, tail_q, bytes;
+  size_t body_pos, body_score, body_seen, body_k, body_v, index, payload, mean, codebook, code_seen, sink_k, sink_v, tail_k, tail_v,
+      tail_q, bytes;
 };
 
 inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16 ? 2 : 4; }
 
+// Whether attention scores and the queries that make them are stored.
+inline bool keeps_scores(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreAttention; }
+
+// Bytes of the parts of a selfindex record.
+struct RecordLayout {
+  size_t values, key_pairs, value_pairs, bytes;  // offsets (key magnitudes start at 0) and the padded size
+};
+
+inline RecordLayout record_layout(const LayerParams& p) {
+  const size_t keys = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP, values = (p.value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
+  RecordLayout r;
+  r.values = 8 * keys;
+  r.key_pairs = r.values + 4 * p.value_bits * values;
+  r.value_pairs = r.key_pairs + 4 * keys;
+  r.bytes = (r.value_pairs + 4 * values + 15) / 16 * 16;
+  return r;
+}
+
 inline StateLayout state_layout(const LayerParams& p) {
   auto align = [](size_t n) { return (n + 63) / 64 * 64; };
-  const size_t kv = p.kv_heads, body = p.body_slots, tail = p.tail_slots, e = element_bytes(p);
-  const size_t scored = p.keep == kKeepHeavy ? kv * body * 4 : 0;
+  const size_t kv = p.kv_heads, body = p.body_slots, tail = p.tail_slots, e = element_bytes(p), dim = p.key_dim;
+  const size_t scored = keeps_scores(p) ? kv * body * 4 : 0;
+  const size_t dense = p.format == kFormatSelfIndex ? 0 : 1, packed = 1 - dense;
+  const size_t sinks = packed * ((p.sinks + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES);
   StateLayout s;
   s.body_pos = sizeof(StateHeader);
   s.body_score = s.body_pos + align(kv * body * 4);
   s.body_seen = s.body_score + align(scored);
   s.body_k = s.body_seen + align(scored);
-  s.body_v = s.body_k + align(kv * body * p.key_dim * e);
-  s.tail_k = s.body_v + align(kv * body * p.value_dim * e);
-  s.tail_v = s.tail_k + align(kv * tail * p.key_dim * e);
+  s.body_v = s.body_k + align(dense * kv * body * dim * e);
+  s.index = s.body_v + align(dense * kv * body * p.value_dim * e);
+  s.payload = s.index + align(packed * kv * body * (dim / 4) / 2);
+  s.mean = s.payload + align(packed * kv * body * record_layout(p).bytes);
+  s.codebook = s.mean + align(packed * kv * p.intervals * dim * 2);
+  s.code_seen = s.codebook + align(packed * kv * (dim / 4) * 16 * 4 * 4);
+  s.sink_k = s.code_seen + align(packed * kv * (dim / 4) * 16 * 4);
+  s.sink_v = s.sink_k + align(kv * sinks * dim * e);
+  s.tail_k = s.sink_v + align(kv * sinks * p.value_dim * e);
+  s.tail_v = s.tail_k + align(kv * tail * dim * e);
   s.tail_q = s.tail_v + align(kv * tail * p.value_dim * e);
-  const size_t queries = p.keep == kKeepHeavy ? size_t(p.q_heads) * p.observe * p.key_dim * e : 0;
+  const size_t queries = keeps_scores(p) ? size_t(p.q_heads) * p.observe * dim * e : 0;
   s.bytes = (s.tail_q + align(queries) + 255) / 256 * 256;
   return s;
 }
@@ -96,8 +144,19 @@ inline const char* check_params(const LayerParams& p) {
     return "tail_slots must be a positive multiple of 16";
   if (p.element != kFloat32 && p.element != kFloat16) return "element must be 0 (float32) or 1 (float16)";
   if (p.keep < kKeepFull || p.keep > kKeepHeavy) return "keep must be 0 (full), 1 (window) or 2 (heavy)";
-  if (p.sinks < 0 || (p.keep != kKeepFull && p.sinks > p.body_slots)) return "sinks must fit the body";
-  if (p.window < 0 || (p.keep == kKeepHeavy && p.window > p.body_slots - p.sinks)) return "sinks + window must fit the body";
+  if (p.score != kScoreAttention && p.score != kScoreKeys) return "score must be 0 (attention) or 1 (keys)";
+  if (p.format != kFormatDense && p.format != kFormatSelfIndex) return "format must be 0 (dense) or 1 (selfindex)";
+  const bool packed = p.format == kFormatSelfIndex;
+  if (packed) {
+    if (p.key_dim % 4) return "key_dim must be a multiple of 4";
+    if (p.body_slots % EDGEKV_INDEX_TOKENS) return "body_slots must be a multiple of 32";
+    if (p.value_bits != 2 && p.value_bits != 4 && p.value_bits != 8) return "value_bits must be 2, 4 or 8";
+    if (p.intervals < 1 || p.intervals > (1 << 20)) return "intervals must be between 1 and 1048576";
+    if (p.positions != kPositionsOriginal) return "positions must be 0 (original): compressed keys cannot be turned";
+  }
+  if (p.sinks < 0 || p.sinks > (1 << 20) || (!packed && p.keep != kKeepFull && p.sinks > p.body_slots)) return "sinks must fit the body";
+  const int32_t free = packed ? p.body_slots : p.body_slots - p.sinks;  // slots that sinks do not take
+  if (p.window < 0 || (p.keep == kKeepHeavy && p.window > free)) return "sinks + window must fit the body";
   if (p.observe < 0 || p.observe > p.tail_slots) return "observe must be between 0 and tail_slots";
   if (p.sliding_window < 0) return "sliding_window must not be negative";
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";

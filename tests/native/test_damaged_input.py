@@ -66,7 +66,7 @@ def test_a_random_block_never_crashes(fields, data):
 
 
 @pytest.mark.parametrize("field,value", [
-    ("magic", 0), ("layout_version", 2), ("params_hash", 1), ("tail_base", -1), ("tail_base", 5), ("tail_base", 1 << 40), ("rank_base", 7),
+    ("magic", 0), ("layout_version", layout.LAYOUT_VERSION + 1), ("params_hash", 1), ("tail_base", -1), ("tail_base", 5), ("tail_base", 1 << 40), ("rank_base", 7),
     ("evicted", 3), ("body_count", -16), ("body_count", 64), ("body_count", 17),
 ])  # fmt: skip
 def test_every_damage_of_the_header_is_noticed(field, value):

@@ -16,6 +16,7 @@ from edgekv.errors import UserError
 HEADER_DIR = pathlib.Path(__file__).parents[2] / "plugins" / "layout"
 PROGRAM = r"""
 #include <cstdio>
+#include <initializer_list>
 #include "state_layout.h"
 int main() {
   edgekv::LayerParams p;
@@ -23,8 +24,11 @@ int main() {
     const char* sentence = edgekv::check_params(p);
     edgekv::StateLayout s{};
     if (!sentence) s = edgekv::state_layout(p);
-    printf("%llu %zu %zu %zu %zu %zu %zu %zu %zu %zu|%s\n", (unsigned long long)edgekv::params_hash(p), s.body_pos, s.body_score,
-           s.body_seen, s.body_k, s.body_v, s.tail_k, s.tail_v, s.tail_q, s.bytes, sentence ? sentence : "");
+    printf("%llu", (unsigned long long)edgekv::params_hash(p));
+    for (size_t at : {s.body_pos, s.body_score, s.body_seen, s.body_k, s.body_v, s.index, s.payload, s.mean, s.codebook, s.code_seen,
+                      s.sink_k, s.sink_v, s.tail_k, s.tail_v, s.tail_q, s.bytes})
+      printf(" %zu", at);
+    printf("|%s\n", sentence ? sentence : "");
   }
 }
 """
@@ -71,7 +75,7 @@ def test_offsets_hash_and_checks_equal_the_header(header_program, cases):
 @given(bounded_params(), st.integers(0, 9))
 def test_views_cover_the_block_and_do_not_overlap(params, seed):
     state = layout.new_state(params)
-    planes = (state.body_pos, state.body_score, state.body_seen, state.body_k, state.body_v, state.tail_k, state.tail_v, state.tail_q)
+    planes = [getattr(state, name) for name in layout.planes(params)]
     state.block[:] = 0
     for plane in planes:
         plane.view(np.uint8)[...] += 1

@@ -6,14 +6,15 @@ from cache_cases import Text, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgekv import layout
 from edgekv.errors import CacheFullError, UserError
-from edgekv.reference.self_index import SelfIndexCache, layout, signs
+from edgekv.reference.self_index import SelfIndexCache, index_plane, signs
 from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unpack
 from edgekv.reference.self_index.transform import hadamard
 
 
 def make(keep="full", body=256, tail=16, retrieve=None, rerank=4, **more) -> SelfIndexCache:
-    params = make_params(keep, body, tail, **({"sinks": 4, "intervals": 64, "value_bits": 4, "key_dim": 32, "value_dim": 32} | more))
+    params = make_params(keep, body, tail, **({"format": 1, "sinks": 4, "intervals": 64, "value_bits": 4, "key_dim": 32, "value_dim": 32} | more))
     return SelfIndexCache(params, retrieve, rerank)
 
 
@@ -34,9 +35,9 @@ def committed(cache: SelfIndexCache, position: int) -> bytes:
     """Everything committed: header without traffic, all planes but the tail, and its committed rows."""
     rows, s = position - cache.tail_base, cache.state
     queries = max(rows - (cache.params["tail_slots"] - cache.params["observe"]), 0)
-    planes = [s[name] for name in layout.planes(cache.params) if not name.startswith("tail")]
-    tail = [s["tail_k"][:, :, :, :].transpose(0, 1, 3, 2).reshape(len(s["tail_v"]), -1, cache.params["key_dim"])[:, :rows]]
-    return cache.block[:128].tobytes() + b"".join(x.tobytes() for x in [*planes, *tail, s["tail_v"][:, :rows], s["tail_q"][:, :queries]])
+    planes = [getattr(s, name) for name in layout.planes(cache.params) if not name.startswith("tail")]
+    tail = [s.tail_k[:, :, :, :].transpose(0, 1, 3, 2).reshape(len(s.tail_v), -1, cache.params["key_dim"])[:, :rows]]
+    return cache.block[:128].tobytes() + b"".join(x.tobytes() for x in [*planes, *tail, s.tail_v[:, :rows], s.tail_q[:, :queries]])
 
 
 # ---- parts
@@ -118,7 +119,7 @@ def test_ties_go_to_the_lowest_index():
 
 
 def test_bytes_per_token_are_those_published():
-    shape = {"key_dim": 128, "value_dim": 128, "value_bits": 2}
+    shape = {"format": layout.FORMATS["selfindex"], "key_dim": 128, "value_dim": 128, "value_bits": 2}
     assert layout.token_bytes(shape) == 112
     assert layout.token_bytes(shape | {"key_dim": 64, "value_dim": 64}) == 56
     assert layout.token_bytes(shape | {"key_dim": 64, "value_dim": 64, "value_bits": 4}) == 72
@@ -127,8 +128,8 @@ def test_bytes_per_token_are_those_published():
 def test_the_index_plane_holds_32_tokens_side_by_side():
     codes = np.random.default_rng(0).integers(0, 16, (2, 70, 8), dtype=np.uint8)
     plane = np.full((2, 3, 8, 16), 255, np.uint8)
-    layout.write_index(plane, codes)
-    np.testing.assert_array_equal(layout.read_index(plane, 0, 70), codes)
+    index_plane.write(plane, codes)
+    np.testing.assert_array_equal(index_plane.read(plane, 0, 70), codes)
     assert plane[1, 1, 5, 3] == codes[1, 32 + 3, 5] | codes[1, 32 + 16 + 3, 5] << 4
     assert not plane[:, 2, :, 6:].any()
 
@@ -141,7 +142,7 @@ def test_planes_cover_the_block_without_overlap(keep, bits, sinks, dim):
     assert 0 <= len(cache.block) - sum(items.values()) < 256
     cache.block[:] = 0
     for name in layout.planes(cache.params):
-        cache.state[name].view(np.uint8)[...] += 1
+        getattr(cache.state, name).view(np.uint8)[...] += 1
     assert cache.block.max() == 1 and not cache.block[:256].any()
 
 
@@ -218,7 +219,7 @@ def test_retrieval_finds_the_key_that_the_query_points_at():
     keys, values, where = cache.everything(7)
     seen = np.ones((2, cache.count), bool)
     slots = cache.retrieved_slots(text.q[199].reshape(2, 2, -1), seen, keys[:, 4 : 4 + cache.count])
-    assert all(57 in cache.state["body_pos"][head, slots[head]] for head in range(2))
+    assert all(57 in cache.state.body_pos[head, slots[head]] for head in range(2))
 
 
 def test_without_re_ranking_slots_are_the_best_table_scores_by_brute_force():
@@ -230,11 +231,11 @@ def test_without_re_ranking_slots_are_the_best_table_scores_by_brute_force():
     slots = cache.retrieved_slots(query, np.ones((2, cache.count), bool), keys[:, 4 : 4 + cache.count])
     for head in range(2):
         together = np.float32(0.4) * query[head].sum(0)
-        table, step = signs.score_table(hadamard(together), cache.state["codebook"][head])
-        means = cache.state["mean"][head].astype(np.float32)
+        table, step = signs.score_table(hadamard(together), cache.state.codebook[head])
+        means = cache.state.mean[head].astype(np.float32)
         score = []
         for slot in range(cache.count):
-            interval = cache.state["body_pos"][head, slot] // 16
+            interval = cache.state.body_pos[head, slot] // 16
             shift = int(np.rint(((means[interval] - means[9]) @ together) / step))
             score.append(sum(int(table[g, c]) for g, c in enumerate(cache.codes()[head, slot])) + shift)
         assert slots[head].tolist() == sorted(sorted(range(cache.count), key=lambda i: (-score[i], i))[:10])
@@ -259,8 +260,8 @@ def test_a_bounded_body_evicts_and_keeps_sinks_apart(keep):
     cache = make(keep, body=64, sinks=10, **more)
     text = Text(cache.params, 400)
     feed(cache, text, 400)
-    where = cache.state["body_pos"]
-    assert cache.count == 64 and cache.sink_count == 10 and cache.state["header"]["evicted"] == 400 - 10 - 64
+    where = cache.state.body_pos
+    assert cache.count == 64 and cache.sink_count == 10 and cache.state.header["evicted"] == 400 - 10 - 64
     assert (np.diff(where, axis=1) > 0).all() and where.min() >= 10
     if keep == "window":
         assert (where == np.arange(400 - 64, 400)).all()

@@ -32,7 +32,7 @@ def assert_same_state(got: layout.StateView, want: layout.StateView, exact: bool
         assert got.header[name] == want.header[name], name
     count = int(want.header["body_count"])
     np.testing.assert_array_equal(got.body_pos[:, :count], want.body_pos[:, :count])
-    scored = count if want.params["keep"] == layout.KEEPS["heavy"] else 0
+    scored = count if layout.keeps_scores(want.params) else 0
     np.testing.assert_allclose(got.body_score[:, :scored], want.body_score[:, :scored], atol=1e-5)
     np.testing.assert_allclose(got.body_seen[:, :scored], want.body_seen[:, :scored], rtol=1e-6)
     np.testing.assert_array_equal(got.body_v[:, :count], want.body_v[:, :count])

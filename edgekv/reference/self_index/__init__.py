@@ -1,6 +1,6 @@
 """A cache of compressed keys that are their own index, in NumPy. docs/self_index.md gives the formulas and says why these.
 
-layout.py places the bytes, transform.py spreads a head's energy over its numbers, quantise.py packs magnitudes and values,
+edgekv/layout.py places the bytes, index_plane.py the codes in them, transform.py spreads a head's energy over its numbers, quantise.py packs magnitudes and values,
 signs.py holds the 4-bit sign codes with their codebook and table scores, cache.py the step and the compaction.
 """
 

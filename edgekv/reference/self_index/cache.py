@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from edgekv import layout
 from edgekv.errors import CacheFullError, UserError
-from edgekv.layout import KEEPS, LAYOUT_VERSION, STATE_MAGIC, read_keys, write_keys
+from edgekv.layout import KEEPS, read_keys, write_keys
 from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.scores import observe, ranking
-from edgekv.reference.self_index import layout, signs
+from edgekv.reference.self_index import index_plane, signs
 from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unpack
 from edgekv.reference.self_index.transform import hadamard
 
@@ -20,32 +21,28 @@ from edgekv.reference.self_index.transform import hadamard
 class SelfIndexCache:
     """The compressed cache of one decoder layer over one state block.
 
-    params    fields of attributes.def, with value_bits and intervals (layout.complete)
+    params    fields of attributes.def, with format = selfindex
     retrieve  compressed tokens each row attends to; None: all of them (dense, as while a prompt is read)
     rerank    candidates per retrieved token that are ranked again by their quantised keys; 1: the scan alone decides
     """
 
     def __init__(self, params: Mapping, retrieve: int | None = None, rerank: int = 4):
-        self.params = layout.complete(params)
+        if not layout.is_selfindex(params):
+            raise UserError("The parameters are those of a dense cache.")
+        self.state = layout.new_state(params)
+        self.params, self.block = self.state.params, self.state.block
         self.retrieve, self.rerank = retrieve, rerank
-        sentence = layout.check_params(self.params)
-        if sentence:
-            raise UserError(f"The parameters of the compressed cache are wrong: {sentence}.")
-        self.block = np.zeros(layout.state_bytes(self.params), np.uint8)
-        self.state = layout.views(self.params, self.block)
-        self.state["header"]["magic"], self.state["header"]["layout_version"] = STATE_MAGIC, LAYOUT_VERSION
-        self.state["body_pos"][:] = -1
 
     # ---- what is stored, in slot order: sinks, body, tail
 
     @property
     def count(self) -> int:
         """Compressed tokens per kv head."""
-        return int(self.state["header"]["body_count"])
+        return int(self.state.header["body_count"])
 
     @property
     def tail_base(self) -> int:
-        return int(self.state["header"]["tail_base"])
+        return int(self.state.header["tail_base"])
 
     @property
     def sink_count(self) -> int:
@@ -54,13 +51,13 @@ class SelfIndexCache:
 
     def codes(self) -> np.ndarray:
         """Sign codes of the body: uint8 [kv_heads, count, key_dim/4]."""
-        return layout.read_index(self.state["index"], 0, self.count)
+        return index_plane.read(self.state.index, 0, self.count)
 
     def body(self) -> tuple[np.ndarray, np.ndarray]:
         """Dequantised keys and values of the body: float32 [kv_heads, count, key_dim] and [..., value_dim]."""
         p = self.params
         *ends, size = np.cumsum(layout.record_parts(p))
-        magnitude, value, key_pairs, value_pairs = np.split(self.state["payload"][:, : self.count, :size], ends, axis=-1)
+        magnitude, value, key_pairs, value_pairs = np.split(self.state.payload[:, : self.count, :size], ends, axis=-1)
         magnitude = dequantise(unpack(magnitude, 2), _as_pairs(key_pairs), p["key_dim"])
         value = dequantise(unpack(value, p["value_bits"]), _as_pairs(value_pairs), p["value_dim"])
         keys = hadamard(signs.signs_of(self.codes()) * magnitude) + self._means_of_slots()
@@ -70,10 +67,10 @@ class SelfIndexCache:
         """Keys, values (float32) and positions (int64) [kv_heads, n, ...] of sinks, body and tail rows, in order of position."""
         s, heads = self.state, self.params["kv_heads"]
         body_keys, body_values = self.body()
-        keys = [read_keys(s["sink_k"], 0, self.sink_count), body_keys, read_keys(s["tail_k"], 0, tail_rows)]
-        values = [s["sink_v"][:, : self.sink_count], body_values, s["tail_v"][:, :tail_rows]]
+        keys = [read_keys(s.sink_k, 0, self.sink_count), body_keys, read_keys(s.tail_k, 0, tail_rows)]
+        values = [s.sink_v[:, : self.sink_count], body_values, s.tail_v[:, :tail_rows]]
         sinks, tail = np.arange(self.sink_count), self.tail_base + np.arange(tail_rows)
-        where = [np.tile(sinks, (heads, 1)), s["body_pos"][:, : self.count], np.tile(tail, (heads, 1))]
+        where = [np.tile(sinks, (heads, 1)), s.body_pos[:, : self.count], np.tile(tail, (heads, 1))]
         return tuple(np.concatenate(parts, axis=1) for parts in (keys, [v.astype(np.float32) for v in values], where))
 
     # ---- the step
@@ -84,13 +81,13 @@ class SelfIndexCache:
         first, rows = position - self.tail_base, len(q)
         if first < 0 or first + rows > p["tail_slots"] or rows < 1:
             raise UserError(f"{rows} rows at position {position} do not fit the interval that starts at {self.tail_base}.")
-        write_keys(s["tail_k"], first, k.transpose(1, 0, 2))
-        s["tail_v"][:, first : first + rows] = v.transpose(1, 0, 2)
-        if p["keep"] == KEEPS["heavy"]:
+        write_keys(s.tail_k, first, k.transpose(1, 0, 2))
+        s.tail_v[:, first : first + rows] = v.transpose(1, 0, 2)
+        if layout.keeps_scores(p):
             for row in range(rows):
                 observed = first + row - (p["tail_slots"] - p["observe"])
                 if observed >= 0:
-                    s["tail_q"][:, observed] = q[row]
+                    s.tail_q[:, observed] = q[row]
         keys, values, where = self.everything(first + rows)
         y = np.empty((rows, p["q_heads"], p["value_dim"]), np.float32)
         for row in range(rows):
@@ -112,8 +109,8 @@ class SelfIndexCache:
         for head in range(p["kv_heads"]):
             allowed = np.flatnonzero(seen[head])
             together = np.float32(p["scale"]) * query[head].sum(0, dtype=np.float32)
-            table, step = signs.score_table(hadamard(together), self.state["codebook"][head])
-            bias = signs.interval_bias(together, self.state["mean"][head].astype(np.float32), newest, step)
+            table, step = signs.score_table(hadamard(together), self.state.codebook[head])
+            bias = signs.interval_bias(together, self.state.mean[head].astype(np.float32), newest, step)
             score = signs.scan(table, codes[head, allowed]) + bias[intervals[head, allowed]]
             wanted = min(self.retrieve, len(allowed))
             candidates = allowed[signs.best(score, wanted * self.rerank)]
@@ -149,39 +146,39 @@ class SelfIndexCache:
         candidates = self.count + rows - to_sinks
         if candidates > p["body_slots"] and p["keep"] == KEEPS["full"]:
             raise CacheFullError(f"The cache keeps every token and is full: {candidates} do not fit {p['body_slots']} slots.")
-        tail_k, tail_v = read_keys(s["tail_k"], 0, rows), s["tail_v"].astype(np.float32)
+        tail_k, tail_v = read_keys(s.tail_k, 0, rows), s.tail_v.astype(np.float32)
         if to_sinks:
-            write_keys(s["sink_k"], self.tail_base, tail_k[:, :to_sinks])
-            s["sink_v"][:, self.tail_base : self.tail_base + to_sinks] = s["tail_v"][:, :to_sinks]
+            write_keys(s.sink_k, self.tail_base, tail_k[:, :to_sinks])
+            s.sink_v[:, self.tail_base : self.tail_base + to_sinks] = s.tail_v[:, :to_sinks]
         codes, records = self._compress(tail_k[:, to_sinks:], tail_v[:, to_sinks:])
         codes = np.concatenate([self.codes(), codes], axis=1)
-        records = np.concatenate([s["payload"][:, : self.count], records], axis=1)
+        records = np.concatenate([s.payload[:, : self.count], records], axis=1)
         new = np.tile(np.arange(self.tail_base + to_sinks, position), (p["kv_heads"], 1))
-        where = np.concatenate([s["body_pos"][:, : self.count], new], axis=1)
+        where = np.concatenate([s.body_pos[:, : self.count], new], axis=1)
 
         kept = np.tile(np.arange(candidates), (p["kv_heads"], 1))
         if candidates > p["body_slots"]:  # sinks have planes of their own, so the rule sees none
             kept = RULES[p["keep"]](p | {"sinks": 0}, ranking(score, pairs, bool(p["score_normalise"])))
         count = kept.shape[1]
-        layout.write_index(s["index"], _take(codes, kept))
-        s["payload"][:, :count] = _take(records, kept)
-        s["body_pos"][:, :count] = _take(where, kept)
-        if p["keep"] == KEEPS["heavy"]:
-            s["body_score"][:, :count], s["body_seen"][:, :count] = _take(score, kept), _take(pairs, kept)
-        s["header"]["evicted"] += candidates - count
-        s["header"]["body_count"] = count
-        s["header"]["tail_base"] = s["header"]["rank_base"] = position
+        index_plane.write(s.index, _take(codes, kept))
+        s.payload[:, :count] = _take(records, kept)
+        s.body_pos[:, :count] = _take(where, kept)
+        if layout.keeps_scores(p):
+            s.body_score[:, :count], s.body_seen[:, :count] = _take(score, kept), _take(pairs, kept)
+        s.header["evicted"] += candidates - count
+        s.header["body_count"] = count
+        s.header["tail_base"] = s.header["rank_base"] = position
 
     def _compress(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sign codes and records of new tokens; stores their mean key and teaches the codebook."""
         p, s = self.params, self.state
         interval = self.tail_base // p["tail_slots"]
         if keys.shape[1]:
-            s["mean"][:, interval] = keys.mean(1, dtype=np.float32)
-        spread = hadamard(keys - s["mean"][:, interval, None].astype(np.float32))
+            s.mean[:, interval] = keys.mean(1, dtype=np.float32)
+        spread = hadamard(keys - s.mean[:, interval, None].astype(np.float32))
         codes = signs.sign_codes(spread)
         for head in range(p["kv_heads"]):
-            signs.learn(s["codebook"][head], s["code_seen"][head], spread[head], codes[head])
+            signs.learn(s.codebook[head], s.code_seen[head], spread[head], codes[head])
         magnitude, key_pairs = quantise(np.abs(spread), 2)
         value, value_pairs = quantise(hadamard(values), p["value_bits"])
         parts = [pack(magnitude, 2), pack(value, p["value_bits"]), _as_bytes(key_pairs), _as_bytes(value_pairs)]
@@ -194,21 +191,21 @@ class SelfIndexCache:
         keys, _, where = self.everything(rows)
         drop = self.sink_count + min(max(p["sinks"] - self.tail_base, 0), rows)
         score, pairs = np.zeros((2, p["kv_heads"], where.shape[1] - drop), np.float32)
-        if p["keep"] != KEEPS["heavy"]:
+        if not layout.keeps_scores(p):
             return score, pairs
         decay = np.float32(p["score_decay"])
-        score[:, :count], pairs[:, :count] = s["body_score"][:, :count] * decay, s["body_seen"][:, :count] * decay
+        score[:, :count], pairs[:, :count] = s.body_score[:, :count] * decay, s.body_seen[:, :count] * decay
         query_pos = self.tail_base + rows - p["observe"] + np.arange(p["observe"])
-        queries = s["tail_q"].astype(np.float32)
+        queries = s.tail_q.astype(np.float32)
         added = observe(queries, query_pos, keys, where, p["scale"], p["softcap"], p["sliding_window"])
         return score + added[0][:, drop:], pairs + added[1][:, drop:]
 
     def _interval_of_slots(self) -> np.ndarray:
         """Boundary interval of each body slot: int64 [kv_heads, count]."""
-        return self.state["body_pos"][:, : self.count] // self.params["tail_slots"]
+        return self.state.body_pos[:, : self.count] // self.params["tail_slots"]
 
     def _means_of_slots(self) -> np.ndarray:
-        mean, interval = self.state["mean"].astype(np.float32), self._interval_of_slots()
+        mean, interval = self.state.mean.astype(np.float32), self._interval_of_slots()
         return np.take_along_axis(mean, interval[..., None], axis=1)
 
 

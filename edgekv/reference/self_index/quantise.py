@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-GROUP = 32
+from edgekv.layout import GROUP
 
 
 def quantise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
