@@ -43,7 +43,7 @@ class LayerParams(ctypes.Structure):
 
 
 _FULL = 2  # edgekv_compact: a cache that keeps everything has no room
-_PARAMS, _FLOATS = POINTER(LayerParams), POINTER(c_float)
+_PARAMS, _FLOATS, _INTS = POINTER(LayerParams), POINTER(c_float), POINTER(c_int32)
 for _name, _result, _arguments in (
     ("edgekv_last_error", c_char_p, []),
     ("edgekv_isa", c_char_p, []),
@@ -56,7 +56,13 @@ for _name, _result, _arguments in (
     (
         "edgekv_attend",
         c_int,
-        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _FLOATS, c_int],
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
+    ),
+    ("edgekv_retrieved_slots", c_int64, [_PARAMS, c_void_p, c_int64, c_int64]),
+    (
+        "edgekv_retrieve",
+        c_int,
+        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _INTS, c_int],
     ),
     ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
     (
@@ -162,14 +168,22 @@ def attend(
     *,
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
+    slots: np.ndarray | None = None,
     threads: int = 1,
 ) -> np.ndarray:
     """Append T rows after `position` committed tokens and attend: y float32 [T, q_heads, value_dim].
 
     q float32 [T, q_heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; with params.fused_rotary also cos and
-    sin float32 [T, rotary_dim/2 or rotary_dim]. Only tail slots from the committed length on change, and the traffic counters.
+    sin float32 [T, rotary_dim/2 or rotary_dim]. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
+    of a compressed body, beside sinks and tail; None or k = 0: all of it. Only tail slots from the committed length on change,
+    and the traffic counters.
     """
     rows = len(q)
+    if slots is not None:
+        slots = np.ascontiguousarray(slots, np.int32)
+        if slots.ndim != 3 or slots.shape[:2] != (params.kv_heads, rows):
+            raise NativeError(f"slots has the shape {slots.shape} and should have {(params.kv_heads, rows, -1)}")
+        slots = slots if slots.size else None
     y = np.empty((rows, params.q_heads, params.value_dim), np.float32)
     _refuse_if(
         _lib.edgekv_attend(
@@ -183,11 +197,51 @@ def attend(
             _floats("sin", sin, (rows, -1 if cos is None else cos.shape[-1])),
             0 if cos is None else cos.shape[-1],
             *_state(state),
+            None if slots is None else slots.ctypes.data_as(_INTS),
+            0 if slots is None else slots.shape[-1],
             y.ctypes.data_as(_FLOATS),
             threads,
         )
     )
     return y
+
+
+def retrieve(
+    params: LayerParams,
+    q: np.ndarray,
+    position: int,
+    state: np.ndarray,
+    *,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
+    threads: int = 1,
+) -> np.ndarray:
+    """Body slots that each of T rows should attend to, found by their sign codes: int32 [kv_heads, T, k], ascending, -1 behind the
+    last where a row sees fewer than k.
+
+    The header's `retrieve` and `rerank` say how: k = min(retrieve, body_count), and rerank * k candidates are ranked again by
+    their stored keys. retrieve = 0 gives k = 0: attend to all. q, position, cos and sin as in attend(); of the state only the
+    traffic counters change.
+    """
+    rows = len(q)
+    count = _lib.edgekv_retrieved_slots(params, *_state(state), position)
+    _refuse_if(count < 0)
+    slots = np.empty((params.kv_heads, rows, count), np.int32)
+    _refuse_if(
+        _lib.edgekv_retrieve(
+            params,
+            _floats("q", q, (rows, params.q_heads, params.key_dim)),
+            rows,
+            position,
+            _floats("cos", cos, (rows, -1)),
+            _floats("sin", sin, (rows, -1 if cos is None else cos.shape[-1])),
+            0 if cos is None else cos.shape[-1],
+            *_state(state),
+            slots.ctypes.data_as(_INTS),
+            threads,
+        )
+    )
+    return slots
 
 
 def compact(

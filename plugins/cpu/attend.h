@@ -13,6 +13,7 @@ namespace {
 
 using edgekv::kRowBlocks;
 using edgekv::kTile;
+using edgekv::Part;
 using edgekv::Step;
 
 constexpr int kLanes = EDGEKV_LANES;
@@ -70,8 +71,7 @@ void prepare_head(const Step& s, int head) {
     store_row(tail_v + int64_t(slot) * p.value_dim, s.v.data + head * s.v.head_stride + t * s.v.row_stride, p.value_dim);
   }
 
-  // Scores come out in units of log2, or before the soft cap as the argument of tanh.
-  const float factor = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
+  const float factor = score_factor(p);
   const int all = s.rows * s.group, observed_from = p.tail_slots - p.observe;
   float* packed = s.queries + int64_t(head) * all * dim;
   for (int t = 0; t < s.rows; ++t) {
@@ -84,6 +84,7 @@ void prepare_head(const Step& s, int head) {
       const int width = all - block < kRowBlock ? all - block : kRowBlock;
       float* to = packed + int64_t(block) * dim + (r - block);
       for (int d = 0; d < dim; ++d) to[d * width] = q[d] * factor;
+      if (p.format == edgekv::kFormatSelfIndex) prepare_packed(s, head, r, q, factor);
     }
   }
 }
@@ -242,7 +243,7 @@ constexpr int vectors_for(int rows) {
 template <class E>
 struct Tile {
   const E *keys, *values;
-  int key_dim, value_dim, size;
+  int key_dim, value_dim, value_stride, size;
   float softcap;
   bool fetched;  // an earlier block of rows has brought the tile into the cache
 };
@@ -277,7 +278,7 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
     }
   }
   ahead = bytes(tile.keys + kTile * tile.key_dim, tile.fetched ? 0 : kTile * tile.key_dim);
-  add_value_tile<E, R, vectors_for(R)>(tile.values, tile.value_dim, tile.value_dim, begin, common, end, limit, scores, partial, stride,
+  add_value_tile<E, R, vectors_for(R)>(tile.values, tile.value_stride, tile.value_dim, begin, common, end, limit, scores, partial, stride,
                                        ahead);
 }
 
@@ -303,70 +304,102 @@ inline int first_after(const int32_t* positions, int count, int64_t position) {
   return low;
 }
 
+// Slots [lo, hi) of a part that a row sees, from stored positions: those of the body ascend, sink i holds i, tail slot i
+// tail_base + i.
+struct Seen {
+  int lo, hi;
+};
+
+inline Seen seen_slots(const Step& s, int head, Part part, int token) {
+  const int64_t query = s.position + token, oldest = s.params.sliding_window > 0 ? query - s.params.sliding_window : -1;
+  if (part == edgekv::kBody) {
+    const int32_t* positions = s.state.body_pos + int64_t(head) * s.params.body_slots;
+    return {oldest < 0 ? 0 : first_after(positions, s.body_count, oldest),
+            s.body_count == 0 || positions[s.body_count - 1] <= query ? s.body_count : first_after(positions, s.body_count, query)};
+  }
+  const int64_t base = part == edgekv::kTail ? s.position - s.first_tail : 0, lo = oldest < base ? 0 : oldest - base + 1;
+  const int hi = part == edgekv::kTail ? s.first_tail + token + 1 : s.sink_count;
+  return {lo < hi ? int(lo) : hi, hi};
+}
+
+// The same for rows [first, first + count) of a kv head, and what any of them sees of the slots [begin, end).
+struct SeenRows {
+  int lo[kRowBlocks * kRowBlock], hi[kRowBlocks * kRowBlock], lowest, highest;
+
+  SeenRows(const Step& s, int head, Part part, int first, int count, int begin, int end) : lowest(end), highest(begin) {
+    for (int r = 0; r < count; ++r) {
+      if (r > 0 && (first + r) % s.group != 0) {
+        lo[r] = lo[r - 1], hi[r] = hi[r - 1];
+        continue;
+      }
+      const Seen seen = seen_slots(s, head, part, (first + r) / s.group);
+      lo[r] = seen.lo, hi[r] = seen.hi;
+      if (seen.lo < lowest) lowest = seen.lo;
+      if (seen.hi > highest) highest = seen.hi;
+    }
+    if (highest > end) highest = end;
+  }
+};
+
+inline void clear_partials(int count, int value_dim, float* partial) {
+  const int width = edgekv::partial_width(value_dim), stride = edgekv::partial_stride(value_dim);
+  for (int r = 0; r < count; ++r, partial += stride) {
+    std::memset(partial, 0, size_t(width + kLanes) * sizeof(float));
+    partial[width + kLanes] = kNothing;
+  }
+}
+
+// Rows [first, first + count) of a kv head against one tile, which starts at slot `at`.
 template <class E>
-void attend_slots(const Step& s, int head, int first, int count, bool tail, int begin, int end, float* partial) {
+inline void attend_tile(const Tile<E>& whole, const SeenRows& seen, int at, int count, const float* queries, float* partial) {
+  const int width = edgekv::partial_width(whole.value_dim), stride = edgekv::partial_stride(whole.value_dim);
+  for (int r = 0; r < count; r += kRowBlock) {
+    Tile<E> tile = whole;
+    tile.fetched |= r > 0;
+    const int rows = count - r < kRowBlock ? count - r : kRowBlock;
+    int from[kRowBlock], to[kRowBlock];
+    for (int i = 0; i < rows; ++i) from[i] = seen.lo[r + i] - at, to[i] = seen.hi[r + i] - at;
+    attend_rows<E, kRowBlock>(rows, tile, queries + int64_t(r) * whole.key_dim, from, to, partial + int64_t(r) * stride, stride, width);
+  }
+}
+
+template <class E>
+void attend_slots(const Step& s, int head, int first, int count, Part part, int begin, int end, float* partial) {
   const auto& p = s.params;
-  const int width = edgekv::partial_width(p.value_dim), stride = edgekv::partial_stride(p.value_dim);
-  const int64_t slots = tail ? p.tail_slots : p.body_slots;
-  const E* keys = reinterpret_cast<const E*>(tail ? s.state.tail_k : s.state.body_k) + head * slots * p.key_dim;
-  const E* values = reinterpret_cast<const E*>(tail ? s.state.tail_v : s.state.body_v) + head * slots * p.value_dim;
-  const int32_t* positions = s.state.body_pos + head * slots;
-
-  // Slots that each row sees, from stored positions; those of the body ascend, and tail slot i holds tail_base + i.
-  int lo[kRowBlocks * kRowBlock], hi[kRowBlocks * kRowBlock], lowest = end, highest = begin;
-  for (int r = 0; r < count; ++r) {
-    const int t = (first + r) / s.group;
-    if (r > 0 && (first + r) % s.group != 0) {
-      lo[r] = lo[r - 1], hi[r] = hi[r - 1];
-      continue;
-    }
-    const int64_t query = s.position + t, oldest = p.sliding_window > 0 ? query - p.sliding_window : -1;
-    if (tail) {
-      const int64_t base = s.position - s.first_tail;
-      lo[r] = oldest < base ? 0 : int(oldest - base + 1);
-      hi[r] = s.first_tail + t + 1;
-    } else {
-      lo[r] = oldest < 0 ? 0 : first_after(positions, s.body_count, oldest);
-      hi[r] = s.body_count == 0 || positions[s.body_count - 1] <= query ? s.body_count : first_after(positions, s.body_count, query);
-    }
-    if (lo[r] < lowest) lowest = lo[r];
-    if (hi[r] > highest) highest = hi[r];
-  }
-  if (highest > end) highest = end;
-
-  for (int r = 0; r < count; ++r) {
-    std::memset(partial + int64_t(r) * stride, 0, size_t(width + kLanes) * sizeof(float));
-    partial[int64_t(r) * stride + width + kLanes] = kNothing;
-  }
+  const bool full = part != edgekv::kBody;  // counted as tail
+  const int64_t slots = part == edgekv::kTail ? p.tail_slots : part == edgekv::kBody ? p.body_slots : (p.sinks + kLanes - 1) / kLanes * kLanes;
+  const uint8_t* k = part == edgekv::kTail ? s.state.tail_k : part == edgekv::kBody ? s.state.body_k : s.state.sink_k;
+  const uint8_t* v = part == edgekv::kTail ? s.state.tail_v : part == edgekv::kBody ? s.state.body_v : s.state.sink_v;
+  const E* keys = reinterpret_cast<const E*>(k) + head * slots * p.key_dim;
+  const E* values = reinterpret_cast<const E*>(v) + head * slots * p.value_dim;
+  const SeenRows seen(s, head, part, first, count, begin, end);
+  const float* queries = s.queries + (int64_t(head) * s.rows * s.group + first) * p.key_dim;
+  clear_partials(count, p.value_dim, partial);
   uint64_t blocks = 0, slots_read = 0;
-  for (int at = begin; at < highest; at += kTile) {
-    const int size = highest - at < kTile ? highest - at : kTile;
-    if (at + size <= lowest) continue;
-    for (int r = 0; r < count; r += kRowBlock) {
-      const Tile<E> tile = {keys + int64_t(at) * p.key_dim, values + int64_t(at) * p.value_dim, p.key_dim, p.value_dim, size, p.softcap, r > 0};
-      const int rows = count - r < kRowBlock ? count - r : kRowBlock;
-      int from[kRowBlock], to[kRowBlock];
-      for (int i = 0; i < rows; ++i) from[i] = lo[r + i] - at, to[i] = hi[r + i] - at;
-      const float* queries = s.queries + (int64_t(head) * s.rows * s.group + first + r) * p.key_dim;
-      attend_rows<E, kRowBlock>(rows, tile, queries, from, to, partial + int64_t(r) * stride, stride, width);
-    }
-    const int skipped = lowest > at ? lowest - at : 0;
+  for (int at = begin; at < seen.highest; at += kTile) {
+    const int size = seen.highest - at < kTile ? seen.highest - at : kTile;
+    if (at + size <= seen.lowest) continue;
+    const Tile<E> tile = {keys + int64_t(at) * p.key_dim, values + int64_t(at) * p.value_dim, p.key_dim, p.value_dim, p.value_dim, size, p.softcap, false};
+    attend_tile(tile, seen, at, count, queries, partial);
+    const int skipped = seen.lowest > at ? seen.lowest - at : 0;
     blocks += (size + kLanes - 1) / kLanes - skipped / kLanes;
     slots_read += size - skipped;
   }
   const uint64_t key_bytes = blocks * kLanes * p.key_dim * sizeof(E), value_bytes = slots_read * p.value_dim * sizeof(E);
-  __atomic_fetch_add(tail ? &s.loaded->tail_keys : &s.loaded->body_keys, key_bytes, __ATOMIC_RELAXED);
-  __atomic_fetch_add(tail ? &s.loaded->tail_values : &s.loaded->body_values, value_bytes, __ATOMIC_RELAXED);
+  __atomic_fetch_add(full ? &s.loaded->tail_keys : &s.loaded->body_keys, key_bytes, __ATOMIC_RELAXED);
+  __atomic_fetch_add(full ? &s.loaded->tail_values : &s.loaded->body_values, value_bytes, __ATOMIC_RELAXED);
 }
 
-inline void attend(const Step& s, int head, int first, int count, bool tail, int begin, int end, float* partial) {
-  if (s.params.element == edgekv::kFloat16)
-    attend_slots<uint16_t>(s, head, first, count, tail, begin, end, partial);
+void attend_packed(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_packed.h
+
+inline void attend(const Step& s, int head, int first, int count, Part part, int begin, int end, float* partial, float* work) {
+  if (part == edgekv::kBody && s.params.format == edgekv::kFormatSelfIndex)
+    attend_packed(s, head, first, count, begin, end, partial, work);
+  else if (s.params.element == edgekv::kFloat16)
+    attend_slots<uint16_t>(s, head, first, count, part, begin, end, partial);
   else
-    attend_slots<float>(s, head, first, count, tail, begin, end, partial);
+    attend_slots<float>(s, head, first, count, part, begin, end, partial);
 }
-
-// ---- merge and finish
 
 inline void merge(int count, int value_dim, float* sum, const float* part) {
   const int width = edgekv::partial_width(value_dim), stride = edgekv::partial_stride(value_dim);

@@ -1,6 +1,7 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <thread>
 
@@ -9,14 +10,8 @@
 #include "cpu/scratch.h"
 
 namespace edgekv {
-namespace {
 
-// Below this much work, in multiply-adds, waking other threads costs more than it saves.
-constexpr int64_t kWorthThreads = 1 << 17;
-// Upper limit for results of splits that wait to be merged, in floats; beyond it a work item attends its splits one by one.
-constexpr int64_t kPartialFloats = 1 << 20;
-
-int check_inputs(const LayerParams& p, const StepInputs& in, const StateHeader& header) {
+int check_rows(const LayerParams& p, const StepInputs& in, const StateHeader& header) {
   if (in.rows < 1) return fail("a step needs at least one row");
   const int64_t committed = in.position - header.tail_base;
   if (in.rows > p.tail_slots - committed)
@@ -33,26 +28,49 @@ int check_inputs(const LayerParams& p, const StepInputs& in, const StateHeader& 
   return 0;
 }
 
-// Slots [begin, end) of the body or tail: what one result covers before merging.
+namespace {
+
+// Below this much work, in multiply-adds, waking other threads costs more than it saves.
+constexpr int64_t kWorthThreads = 1 << 17;
+// Upper limit for results of splits that wait to be merged, in floats; beyond it a work item attends its splits one by one.
+constexpr int64_t kPartialFloats = 1 << 20;
+
+int check_slots(const LayerParams& p, const StepInputs& in, const StateHeader& header) {
+  if (p.format != kFormatSelfIndex) return fail("slots are for a compressed body; this cache is dense and attends to all of it");
+  const int64_t count = p.kv_heads * in.rows * in.chosen;
+  int32_t least = 0, most = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    least = std::min(least, in.slots[i]);
+    most = std::max(most, in.slots[i]);
+  }
+  if (least < -1 || most >= header.body_count)
+    return fail("slots must be between -1 and %d, the last filled body slot; there are some from %d to %d", header.body_count - 1, least, most);
+  return 0;
+}
+
+// Slots [begin, end) of a part, or entries of the lists of chosen body slots: what one result covers before merging.
 struct Split {
-  bool tail;
+  Part part;
   int begin, end;
 };
 
-// The body's splits, before and behind what is hidden of it, then the tail's. They follow from the slots alone, so a row meets the
-// same ones whatever comes with it.
+// The splits of the sinks of a compressed body, of the body, before and behind what is hidden of it, and of the tail. They follow from
+// the slots alone, so a row meets the same ones whatever comes with it.
 struct Splits {
-  int ends[3], begins[3], counts[3], count;  // of the two parts of the body and of the tail
-  Splits(const StateHeader& h, int tail)
-      : ends{h.hidden_from < h.hidden_to ? h.hidden_from : h.body_count, h.body_count, tail}, begins{0, h.hidden_to, 0}, count(0) {
-    if (h.hidden_from == h.hidden_to) begins[1] = ends[1];
-    for (int part = 0; part < 3; ++part) count += counts[part] = (ends[part] - begins[part] + kSplit - 1) / kSplit;
+  int begins[4], ends[4], counts[4], count = 0;
+  Splits(const Step& s, const StateHeader& h) : begins{0, 0, h.hidden_to, 0}, ends{s.sink_count, s.body_count, s.body_count, s.first_tail + s.rows} {
+    if (h.hidden_from < h.hidden_to)
+      ends[1] = h.hidden_from;
+    else
+      begins[2] = ends[2];
+    if (s.slots != nullptr) ends[1] = s.chosen;
+    for (int i = 0; i < 4; ++i) count += counts[i] = (ends[i] - begins[i] + kSplit - 1) / kSplit;
   }
   Split operator[](int i) const {
-    int part = 0;
-    for (; i >= counts[part]; ++part) i -= counts[part];
-    const int begin = begins[part] + i * kSplit;
-    return {part == 2, begin, std::min(begin + kSplit, ends[part])};
+    int at = 0;
+    for (; i >= counts[at]; ++at) i -= counts[at];
+    const int begin = begins[at] + i * kSplit;
+    return {at == 0 ? kSinks : at == 3 ? kTail : kBody, begin, std::min(begin + kSplit, ends[at])};
   }
 };
 
@@ -63,6 +81,8 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadBodyValues] += loaded.body_values;
   traffic[kReadTailKeys] += loaded.tail_keys;
   traffic[kReadTailValues] += loaded.tail_values;
+  traffic[kReadBodyIndex] += loaded.body_index;
+  traffic[kReadBodyMeta] += loaded.body_meta;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
   const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) +
                            (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
@@ -75,9 +95,9 @@ void count_traffic(const Step& s, const Loaded& loaded) {
 int attend_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, float* y, Parallel& parallel) {
   if (check_state(params, state, bytes, in.position)) return 1;
   const StateView view = view_state(params, state);
-  if (check_inputs(params, in, *view.header)) return 1;
+  if (check_rows(params, in, *view.header)) return 1;
 
-  if (params.format != kFormatDense || params.score != kScoreAttention) return fail("this library has no kernels for this cache yet");
+  if (in.slots != nullptr && check_slots(params, in, *view.header)) return 1;
   const Kernels& kernel = kernels();
   Loaded loaded = {};
   Step s = {};
@@ -87,6 +107,9 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.rows = int(in.rows);
   s.first_tail = int(in.position - view.header->tail_base);
   s.body_count = view.header->body_count;
+  s.sink_count = int(sinks_moved(params, view.header->tail_base));
+  s.slots = in.slots;
+  s.chosen = int(in.chosen);
   s.position = in.position;
   s.q = in.q, s.k = in.k, s.v = in.v;
   s.cos = params.fused_rotary ? in.cos : nullptr;
@@ -95,7 +118,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.y = y;
   s.loaded = &loaded;
 
-  const Splits splits(*view.header, s.first_tail + s.rows);
+  const Splits splits(s, *view.header);
   const int64_t rows = int64_t(s.rows) * s.group;  // per kv head
   const int64_t group_rows = int64_t(kRowBlocks) * kernel.row_block, groups = (rows + group_rows - 1) / group_rows;
   const int64_t stride = partial_stride(params.value_dim), heads = params.kv_heads;
@@ -105,21 +128,40 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   static const int64_t enough_items = std::max(8u, 2 * std::thread::hardware_concurrency());
   const bool in_turn = splits.count == 1 || heads * groups >= enough_items || heads * rows * splits.count * stride > kPartialFloats;
   const int64_t kept_results = in_turn ? 2 : splits.count;
+  const bool packed = params.format == kFormatSelfIndex;
   const int64_t query_floats = (heads * rows * params.key_dim + 15) / 16 * 16;
+  const int64_t turned_floats = packed ? heads * rows * ((params.key_dim + 31) / 32 * 32) : 0;
+  const int64_t bias_floats = s.slots != nullptr ? (heads * rows * (view.header->tail_base / params.tail_slots) + 15) / 16 * 16 : 0;
 
   Scratch scratch;
-  float* memory = static_cast<float*>(scratch.reserve(size_t(query_floats + kept_results * heads * rows * stride) * sizeof(float)));
+  float* memory = static_cast<float*>(scratch.reserve(
+      size_t(query_floats + turned_floats + bias_floats + kept_results * heads * rows * stride) * sizeof(float)));
   if (memory == nullptr) return fail("out of memory: a step of %" PRId64 " rows needs more working memory than there is", in.rows);
   s.queries = memory;
-  float* results = memory + query_floats;
+  s.turned = s.queries + query_floats;
+  s.bias = s.turned + turned_floats;
+  float* results = s.bias + bias_floats;
   auto result = [&](int64_t which, int64_t head, int64_t group) {
     return results + ((which * heads + head) * rows + group * group_rows) * stride;
   };
 
   Inline alone;
-  const int64_t slots = s.body_count + s.first_tail + s.rows;
+  const int64_t slots = s.sink_count + (s.slots != nullptr ? s.chosen : s.body_count) + s.first_tail + s.rows;
   const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) >= kWorthThreads;
   Parallel& all = threads ? parallel : alone;
+
+  // A compressed body is unpacked tile by tile into memory of the item's own.
+  std::atomic<bool> exhausted{false};
+  auto attend = [&](const Split& split, int64_t head, int first, int count, float* partial) {
+    if (!packed || split.part != kBody)
+      return kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, nullptr);
+    Scratch own;
+    float* work = static_cast<float*>(own.reserve(size_t(unpacked_floats(params)) * sizeof(float)));
+    if (work == nullptr)
+      exhausted = true;
+    else
+      kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
+  };
   (in.rows >= 8 ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
 
   if (in_turn) {
@@ -129,8 +171,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       const int first = int(group * group_rows), count = rows_of(group);
       float *sum = result(0, head, group), *part = result(1, head, group);
       for (int i = 0; i < splits.count; ++i) {
-        const Split split = splits[i];
-        kernel.attend(s, int(head), first, count, split.tail, split.begin, split.end, i == 0 ? sum : part);
+        attend(splits[i], head, first, count, i == 0 ? sum : part);
         if (i > 0) kernel.merge(count, params.value_dim, sum, part);
       }
       kernel.finish(s, int(head), first, count, sum);
@@ -138,8 +179,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   } else {
     all.each(size_t(heads * groups * splits.count), [&](size_t item) {
       const int64_t i = int64_t(item) % splits.count, head = int64_t(item) / splits.count % heads, group = int64_t(item) / splits.count / heads;
-      const Split split = splits[int(i)];
-      kernel.attend(s, int(head), int(group * group_rows), rows_of(group), split.tail, split.begin, split.end, result(i, head, group));
+      attend(splits[int(i)], head, int(group * group_rows), rows_of(group), result(i, head, group));
     });
     const bool much = heads * rows * splits.count * stride >= kWorthThreads / 4;
     (much ? all : alone).each(size_t(heads * groups), [&](size_t item) {
@@ -148,6 +188,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       kernel.finish(s, int(head), int(group * group_rows), rows_of(group), result(0, head, group));
     });
   }
+  if (exhausted) return fail("out of memory: there is none left to unpack a compressed body");
   count_traffic(s, loaded);
   return 0;
 }

@@ -11,10 +11,25 @@ struct StepInputs {
   int64_t position;         // committed tokens before it
   const float *cos, *sin;   // [rows][table_columns] when params.fused_rotary, else null
   int64_t table_columns;    // rotary_dim / 2, or rotary_dim of which the first half is used
+  // Body slots that each row attends to, [kv_heads][rows][chosen] as retrieve_step gives them; null: all. For a compressed body.
+  const int32_t* slots;
+  int64_t chosen;
 };
+
+// Refuses (1 and a sentence) rows that do not fit the tail of a state that has passed check_state, and tables that do not fit the rows.
+int check_rows(const LayerParams& params, const StepInputs& in, const StateHeader& header);
 
 // Writes y [rows][q_heads][value_dim] and the tail of `state`. Returns 0, or 1 with a sentence (error.h) and nothing changed.
 // The result does not depend on how `parallel` distributes the work, nor a row's on the rows beside it, to the last bit.
 int attend_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, float* y, Parallel& parallel);
+
+// Slots per row that retrieve_step chooses in this state: its header's `retrieve`, at most what the body holds. The state must have
+// passed check_state.
+int64_t retrieved_slots(const LayerParams& params, const void* state);
+
+// Writes slots [kv_heads][rows][retrieved_slots]: the body slots that each row should attend to, ascending, -1 behind the last where
+// a row sees fewer. Reads in.q, in.rows, in.position and the tables; of the state only the traffic counters change. Returns 0, or 1
+// with a sentence.
+int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel);
 
 }  // namespace edgekv

@@ -48,16 +48,34 @@ EDGEKV_API uint64_t edgekv_state_hash(const LayerParams* params, const void* sta
 }
 
 // q [rows][q_heads][key_dim], k [rows][kv_heads][key_dim], v [rows][kv_heads][value_dim], y [rows][q_heads][value_dim]; cos and sin
-// [rows][table_columns] with fused_rotary, else null.
+// [rows][table_columns] with fused_rotary, else null; slots [kv_heads][rows][chosen] or null.
 EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const float* k, const float* v, int64_t rows, int64_t position,
-                             const float* cos, const float* sin, int64_t table_columns, void* state, int64_t bytes, float* y,
-                             int threads) {
+                             const float* cos, const float* sin, int64_t table_columns, void* state, int64_t bytes, const int32_t* slots,
+                             int64_t chosen, float* y, int threads) {
   const LayerParams& p = *params;
   auto view = [](const float* data, int64_t heads, int64_t dim) { return Rows{data, dim, heads * dim}; };
   const StepInputs in = {view(q, p.q_heads, p.key_dim), view(k, p.kv_heads, p.key_dim), view(v, p.kv_heads, p.value_dim), rows, position,
-                         cos, sin, table_columns};
+                         cos, sin, table_columns, slots, chosen};
   Threads own(threads);
   return attend_step(p, in, state, bytes, y, own);
+}
+
+// Slots per row that the next function writes, or -1.
+EDGEKV_API int64_t edgekv_retrieved_slots(const LayerParams* params, const void* state, int64_t bytes, int64_t position) {
+  if (check_state(*params, state, bytes, position)) return -1;
+  return retrieved_slots(*params, state);
+}
+
+// slots [kv_heads][rows][edgekv_retrieved_slots]; the rest as above.
+EDGEKV_API int edgekv_retrieve(const LayerParams* params, const float* q, int64_t rows, int64_t position, const float* cos, const float* sin,
+                               int64_t table_columns, void* state, int64_t bytes, int32_t* slots, int threads) {
+  const LayerParams& p = *params;
+  StepInputs in = {};
+  in.q = {q, p.key_dim, int64_t(p.q_heads) * p.key_dim};
+  in.rows = rows, in.position = position;
+  in.cos = cos, in.sin = sin, in.table_columns = table_columns;
+  Threads own(threads);
+  return retrieve_step(p, in, state, bytes, slots, own);
 }
 
 // inv_freq [rotary_dim / 2] or null. Returns 2 when a cache that keeps everything is full.

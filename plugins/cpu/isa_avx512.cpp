@@ -2,14 +2,18 @@
 #if defined(__x86_64__)
 #include "cpu/simd_avx512.h"
 #include "cpu/vecmath.h"
+#include "cpu/lookup_avx512.h"
 // The order matters: the kernels are templates on the vector type above.
+#include "cpu/packed_queries.h"
 #include "cpu/attend.h"
+#include "cpu/attend_packed.h"
+#include "cpu/retrieve.h"
 #include "cpu/compact.h"
 
 namespace edgekv {
 
 const Kernels& kernels_avx512() {
-  static const Kernels table = {"avx512", kRowBlock, prepare, attend, merge, finish, observe, move};
+  static const Kernels table = {"avx512", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
   return table;
 }
 

@@ -2,14 +2,18 @@
 #if defined(__aarch64__)
 #include "cpu/simd_neon.h"
 #include "cpu/vecmath.h"
+#include "cpu/lookup_neon.h"
 // The order matters: the kernels are templates on the vector type above.
+#include "cpu/packed_queries.h"
 #include "cpu/attend.h"
+#include "cpu/attend_packed.h"
+#include "cpu/retrieve.h"
 #include "cpu/compact.h"
 
 namespace edgekv {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = {"neon", kRowBlock, prepare, attend, merge, finish, observe, move};
+  static const Kernels table = {"neon", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
   return table;
 }
 

@@ -1,14 +1,18 @@
 // The kernels for one instruction set; setup.py gives this file its compiler flags.
 #include "cpu/simd_scalar.h"
 #include "cpu/vecmath.h"
+#include "cpu/lookup_scalar.h"
 // The order matters: the kernels are templates on the vector type above.
+#include "cpu/packed_queries.h"
 #include "cpu/attend.h"
+#include "cpu/attend_packed.h"
+#include "cpu/retrieve.h"
 #include "cpu/compact.h"
 
 namespace edgekv {
 
 const Kernels& kernels_scalar() {
-  static const Kernels table = {"scalar", kRowBlock, prepare, attend, merge, finish, observe, move};
+  static const Kernels table = {"scalar", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
   return table;
 }
 

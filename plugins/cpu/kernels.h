@@ -19,10 +19,14 @@ struct Rows {
   int64_t head_stride, row_stride;
 };
 
-// Bytes that the kernels of one step or compaction loaded, added to by several threads.
+// Bytes that the kernels of one step loaded, added to by several threads. What is stored in full beside a compressed body, its
+// sinks, counts as tail.
 struct Loaded {
-  uint64_t body_keys, body_values, tail_keys, tail_values;
+  uint64_t body_keys, body_values, tail_keys, tail_values, body_index, body_meta;
 };
+
+// What a row attends to, in order of position: the sinks of a compressed body, the body, the tail.
+enum Part : int { kSinks, kBody, kTail };
 
 // One call of the attention op on one layer. `rows` tokens times `group` query heads share a kv head; query row r of a kv head
 // is token r / group, head r % group of the group.
@@ -31,13 +35,19 @@ struct Step {
   StateView state;
   int group, rows;
   int first_tail;       // committed tail slots: the step writes tail slots first_tail .. first_tail + rows - 1
-  int body_count;
+  int body_count, sink_count;
   int64_t position;     // of the first row
   Rows q, k, v;
   const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated
   int table_stride;
   float* y;             // [rows][q_heads][value_dim]
   float* queries;       // scratch [kv_heads][group * rows * key_dim], packed by prepare()
+  // Of a compressed body only. slots [kv_heads][rows][chosen] names the body slots each row attends to, ascending and -1 behind
+  // the last; null: all of them.
+  const int32_t* slots;
+  int chosen;
+  float* turned;        // scratch: transformed queries, packed like `queries`, or [kv_heads][group * rows][packed stride] with slots
+  float* bias;          // scratch: scores of the mean keys [kv_heads][group * rows][boundaries so far], with slots only
   Loaded* loaded;
 };
 
@@ -45,6 +55,42 @@ struct Step {
 // [0, width) weighted sum of values, [width, width + 16) sums of weights by lane, [width + 16] largest score.
 static inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
 static inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
+
+// Floats that hold one tile of a compressed body while rows attend to it.
+static inline int64_t unpacked_floats(const LayerParams& p) {
+  const int64_t key = (p.key_dim + 31) / 32 * 32, value = (p.value_dim + 31) / 32 * 32;
+  return kTile * (key + value + kRowBlocks * 12) + 20 * key;
+}
+
+// One choice of body slots by their sign codes, for every row and kv head of a step.
+struct Retrieval {
+  LayerParams params;
+  StateView state;
+  int group, body_count;
+  int64_t position, tail_base;
+  Rows q;
+  const float *cos, *sin;  // as in a step
+  int table_stride;
+  int retrieve, rerank;  // slots per row; candidates per slot that are ranked again by their stored keys
+  int rows;
+  int32_t* slots;        // [kv_heads][rows][retrieve]
+  Loaded* loaded;
+};
+
+// Working memory of choosing for one row of one kv head, in parts of these sizes.
+struct RetrievalWork {
+  int64_t queries, scores, candidates, ranked;  // numbers in each
+  int64_t bytes;
+  explicit RetrievalWork(const Retrieval& r) {
+    const int64_t dim = (r.params.key_dim + 31) / 32 * 32, boundaries = (r.tail_base / r.params.tail_slots + 15) / 16 * 16;
+    queries = (r.group + 18) * dim + (r.group + 1) * boundaries + 4 * r.params.key_dim;  // floats: queries, 16 keys, biases, table
+    scores = (int64_t(r.body_count) + 31) / 32 * 32;
+    candidates = scores + 32;
+    const int64_t wanted = r.rerank > 1 ? (int64_t(r.retrieve) * r.rerank < r.body_count ? int64_t(r.retrieve) * r.rerank : r.body_count) : 0;
+    ranked = (wanted + 15) / 16 * 16;
+    bytes = 4 * queries + 2 * scores + 4 * candidates + 4 * ranked * (r.group + 1);
+  }
+};
 
 // One compaction of one layer. Candidates are the body's tokens and then the tail's, in order of position; candidate i goes to
 // body slot j <= i.
@@ -71,9 +117,12 @@ struct Kernels {
   int row_block;  // query rows per register block
   // Rotates if asked, stores the keys, values and observed queries of one kv head, and packs its scaled queries.
   void (*prepare)(const Step&, int head);
-  // Attends rows [first, first + count) of a kv head to slots [begin, end) of the body or tail; overwrites `partial`, one
-  // partial_stride per row. first is a multiple of row_block, count at most kRowBlocks * row_block, end - begin at most kSplit.
-  void (*attend)(const Step&, int head, int first, int count, bool tail, int begin, int end, float* partial);
+  // Attends rows [first, first + count) of a kv head to slots [begin, end) of a part, or to entries [begin, end) of each row's
+  // chosen slots; overwrites `partial`, one partial_stride per row. first is a multiple of row_block, count at most
+  // kRowBlocks * row_block, end - begin at most kSplit. work: unpacked_floats() for a compressed body.
+  void (*attend)(const Step&, int head, int first, int count, Part part, int begin, int end, float* partial, float* work);
+  // Chooses the slots of one row of a kv head. work has RetrievalWork::bytes, 64-byte aligned.
+  void (*retrieve)(const Retrieval&, int head, int row, void* work);
   // Adds the results `part` of a later split to `sum`, row by row.
   void (*merge)(int count, int value_dim, float* sum, const float* part);
   // Divides by the sums and writes rows [first, first + count) of a kv head to y.

@@ -191,7 +191,7 @@ struct Cache {
 
   void step(const float* q, const float* k, const float* v, int64_t rows, float* y) {
     const StepInputs in = {{q, p.key_dim, int64_t(p.q_heads) * p.key_dim}, {k, p.key_dim, int64_t(p.kv_heads) * p.key_dim},
-                           {v, p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, position, nullptr, nullptr, 0};
+                           {v, p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, position, nullptr, nullptr, 0, nullptr, 0};
     Threads two(2);
     if (attend_step(p, in, state, bytes, y, two)) std::printf("%s\n", error_text()), std::exit(1);
   }

@@ -89,4 +89,69 @@ inline float max_lanes(Vec x) {
   return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
 
+
+template <int kDistance>
+inline Vec swap_lanes(Vec x) {
+  if constexpr (kDistance == 8) return {x.b, x.a};
+  auto half = [](__m256 f) {
+    if constexpr (kDistance == 1) return _mm256_permute_ps(f, 0xB1);
+    if constexpr (kDistance == 2) return _mm256_permute_ps(f, 0x4E);
+    return _mm256_permute2f128_ps(f, f, 1);
+  };
+  return {half(x.a), half(x.b)};
+}
+template <int kBits>
+inline void unpack(const uint8_t* p, Vec out[2]) {
+  auto eight = [](const uint8_t* at) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))); };
+  auto numbers = [](__m256i bytes, int shift) {
+    const __m256i codes = _mm256_and_si256(_mm256_srl_epi32(bytes, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32((1 << kBits) - 1));
+    return _mm256_cvtepi32_ps(codes);
+  };
+  for (int i = 0; i < 4; ++i) {  // numbers 8i .. 8i + 7
+    const __m256 eighth = numbers(eight(p + 8 * i % (4 * kBits)), 8 * i / (4 * kBits) * kBits);
+    (i % 2 ? out[i / 2].b : out[i / 2].a) = eighth;
+  }
+}
+inline Vec with_signs(Vec x, uint32_t positive) {
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), sign = _mm256_set1_epi32(int32_t(0x80000000));
+  auto half = [&](__m256 f, uint32_t bits) {
+    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), bit), bit);
+    return _mm256_xor_ps(f, _mm256_castsi256_ps(_mm256_andnot_si256(set, sign)));
+  };
+  return {half(x.a, positive), half(x.b, positive >> 8)};
+}
+inline Vec sum_each(const Vec x[16]) {
+  auto eight = [](const Vec* v) {
+    __m256 s[4];
+    for (int i = 0; i < 4; ++i)
+      s[i] = _mm256_hadd_ps(_mm256_add_ps(v[2 * i].a, v[2 * i].b), _mm256_add_ps(v[2 * i + 1].a, v[2 * i + 1].b));
+    const __m256 p = _mm256_hadd_ps(s[0], s[1]), q = _mm256_hadd_ps(s[2], s[3]);
+    return _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31));
+  };
+  return {eight(x), eight(x + 8)};
+}
+inline void transpose(Vec x[16]) {
+  auto block = [](__m256 r[8]) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+      a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+      a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      for (int n = 0; n < 2; ++n) {
+        b[i + 2 * n] = _mm256_shuffle_ps(a[i + n], a[i + 2 + n], 0x44);
+        b[i + 2 * n + 1] = _mm256_shuffle_ps(a[i + n], a[i + 2 + n], 0xEE);
+      }
+    }
+    for (int n = 0; n < 4; ++n) {
+      r[n] = _mm256_permute2f128_ps(b[n], b[4 + n], 0x20);
+      r[4 + n] = _mm256_permute2f128_ps(b[n], b[4 + n], 0x31);
+    }
+  };
+  __m256 parts[4][8];  // upper left, upper right, lower left, lower right
+  for (int i = 0; i < 16; ++i) parts[i / 8 * 2][i % 8] = x[i].a, parts[i / 8 * 2 + 1][i % 8] = x[i].b;
+  for (auto& part : parts) block(part);
+  for (int i = 0; i < 16; ++i) x[i] = {parts[i / 8][i % 8], parts[i / 8 + 2][i % 8]};
+}
+
 }  // namespace

@@ -64,4 +64,66 @@ inline float max_lanes(Vec a) {
   return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
 
+
+template <int kDistance>
+inline Vec swap_lanes(Vec a) {
+  if constexpr (kDistance == 1) return {_mm512_permute_ps(a.v, 0xB1)};
+  if constexpr (kDistance == 2) return {_mm512_permute_ps(a.v, 0x4E)};
+  return {_mm512_shuffle_f32x4(a.v, a.v, kDistance == 4 ? 0xB1 : 0x4E)};
+}
+template <int kBits>
+inline void unpack(const uint8_t* p, Vec out[2]) {
+  auto numbers = [](__m512i x) { return Vec{_mm512_cvtepi32_ps(x)}; };
+  if constexpr (kBits == 2) {
+    const __m512i low = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(2), 1), three = _mm512_set1_epi32(3);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_set1_epi64x(*reinterpret_cast<const __attribute__((may_alias)) int64_t*>(p)));
+    const __m512i first = _mm512_srlv_epi32(bytes, low);
+    out[0] = numbers(_mm512_and_si512(first, three));
+    out[1] = numbers(_mm512_and_si512(_mm512_srli_epi32(first, 4), three));
+  } else if constexpr (kBits == 4) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    out[0] = numbers(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+    out[1] = numbers(_mm512_srli_epi32(bytes, 4));
+  } else {
+    for (int i = 0; i < 2; ++i) out[i] = numbers(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i))));
+  }
+}
+inline Vec with_signs(Vec a, uint32_t positive) {
+  return {_mm512_mask_xor_ps(a.v, __mmask16(~positive), a.v, _mm512_set1_ps(-0.0f))};
+}
+inline Vec sum_each(const Vec x[16]) {
+  __m512 a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].v, x[2 * i + 1].v), _mm512_unpackhi_ps(x[2 * i].v, x[2 * i + 1].v));
+  for (int i = 0; i < 4; ++i) {
+    const __m512d p = _mm512_castps_pd(a[2 * i]), q = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  }
+  auto fold = [](__m512 p, __m512 q) { return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xDD)); };
+  for (int i = 0; i < 2; ++i) c[i] = fold(b[2 * i], b[2 * i + 1]);
+  return {fold(c[0], c[1])};
+}
+inline void transpose(Vec x[16]) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4) {  // b[i + n]: number n of each quarter of rows i .. i + 3
+    for (int n = 0; n < 2; ++n) {
+      const __m512d p = _mm512_castps_pd(a[i + n]), q = _mm512_castps_pd(a[i + 2 + n]);
+      b[i + 2 * n] = _mm512_castpd_ps(_mm512_unpacklo_pd(p, q));
+      b[i + 2 * n + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(p, q));
+    }
+  }
+  for (int n = 0; n < 4; ++n) {
+    const __m512 p = _mm512_shuffle_f32x4(b[n], b[4 + n], 0x88), q = _mm512_shuffle_f32x4(b[8 + n], b[12 + n], 0x88);
+    const __m512 r = _mm512_shuffle_f32x4(b[n], b[4 + n], 0xDD), s = _mm512_shuffle_f32x4(b[8 + n], b[12 + n], 0xDD);
+    x[n].v = _mm512_shuffle_f32x4(p, q, 0x88);
+    x[8 + n].v = _mm512_shuffle_f32x4(p, q, 0xDD);
+    x[4 + n].v = _mm512_shuffle_f32x4(r, s, 0x88);
+    x[12 + n].v = _mm512_shuffle_f32x4(r, s, 0xDD);
+  }
+}
+
 }  // namespace

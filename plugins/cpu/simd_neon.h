@@ -99,4 +99,49 @@ inline float sum_lanes(Vec x) {
 }
 inline float max_lanes(Vec x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.q[0], x.q[2]), vmaxq_f32(x.q[1], x.q[3]))); }
 
+
+template <int kDistance>
+inline Vec swap_lanes(Vec x) {
+  return each([&](int i) {
+    if constexpr (kDistance == 1) return vrev64q_f32(x.q[i]);
+    if constexpr (kDistance == 2) return vextq_f32(x.q[i], x.q[i], 2);
+    return x.q[i ^ (kDistance / 4)];
+  });
+}
+template <int kBits>
+inline void unpack(const uint8_t* p, Vec out[2]) {
+  for (int i = 0; i < 4; ++i) {  // numbers 8i .. 8i + 7
+    const int8x8_t shift = vdup_n_s8(int8_t(-(8 * i / (4 * kBits) * kBits)));
+    const uint8x8_t codes = vand_u8(vshl_u8(vld1_u8(p + 8 * i % (4 * kBits)), shift), vdup_n_u8(uint8_t((1 << kBits) - 1)));
+    const uint16x8_t wide = vmovl_u8(codes);
+    out[i / 2].q[i % 2 * 2] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+    out[i / 2].q[i % 2 * 2 + 1] = vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)));
+  }
+}
+inline Vec with_signs(Vec x, uint32_t positive) {
+  static const uint32_t four[4] = {1, 2, 4, 8};
+  const uint32x4_t bit = vld1q_u32(four);
+  return each([&](int i) {
+    const uint32x4_t set = vtstq_u32(vdupq_n_u32(positive >> 4 * i), bit);
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x.q[i]), vbicq_u32(vdupq_n_u32(0x80000000u), set)));
+  });
+}
+inline Vec sum_each(const Vec x[16]) {
+  auto one = [&](int i) { return vaddq_f32(vaddq_f32(x[i].q[0], x[i].q[2]), vaddq_f32(x[i].q[1], x[i].q[3])); };
+  return each([&](int i) { return vpaddq_f32(vpaddq_f32(one(4 * i), one(4 * i + 1)), vpaddq_f32(one(4 * i + 2), one(4 * i + 3))); });
+}
+inline void transpose(Vec x[16]) {
+  Vec y[16];
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) {  // rows 4i .. 4i + 3, numbers 4j .. 4j + 3
+      const float32x4x2_t a = vtrnq_f32(x[4 * i].q[j], x[4 * i + 1].q[j]), b = vtrnq_f32(x[4 * i + 2].q[j], x[4 * i + 3].q[j]);
+      for (int n = 0; n < 2; ++n) {
+        y[4 * j + n].q[i] = vcombine_f32(vget_low_f32(a.val[n]), vget_low_f32(b.val[n]));
+        y[4 * j + 2 + n].q[i] = vcombine_f32(vget_high_f32(a.val[n]), vget_high_f32(b.val[n]));
+      }
+    }
+  }
+  for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+
 }  // namespace

@@ -147,4 +147,33 @@ inline float max_lanes(Vec a) {
   return a.x[0];
 }
 
+
+// Lane i gets what lane i ^ kDistance holds; kDistance is 1, 2, 4 or 8.
+template <int kDistance>
+inline Vec swap_lanes(const Vec& a) {
+  return each([&](int i) { return a.x[i ^ kDistance]; });
+}
+// 32 codes of kBits (2, 4 or 8) as numbers: bits kBits i .. of byte j of the 4 kBits bytes are number 4 kBits i + j.
+template <int kBits>
+inline void unpack(const uint8_t* p, Vec out[2]) {
+  for (int n = 0; n < 32; ++n) out[n / 16].x[n % 16] = float(p[n % (4 * kBits)] >> (n / (4 * kBits) * kBits) & ((1 << kBits) - 1));
+}
+// Changes the sign of lane i where bit i of `positive` is 0.
+inline Vec with_signs(const Vec& a, uint32_t positive) {
+  return each([&](int i) { return positive >> i & 1 ? a.x[i] : -a.x[i]; });
+}
+// Lane i gets the sum of the lanes of x[i].
+inline Vec sum_each(const Vec x[16]) {
+  return each([&](int i) { return sum_lanes(x[i]); });
+}
+// Lane j of x[i] becomes lane i of x[j].
+inline void transpose(Vec x[16]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float f = x[i].x[j];
+      x[i].x[j] = x[j].x[i];
+      x[j].x[i] = f;
+    }
+}
+
 }  // namespace

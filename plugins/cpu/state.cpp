@@ -62,10 +62,13 @@ int check_state(const LayerParams& params, const void* state, int64_t bytes, int
     return fail("the state is damaged: %d filled body slots of %d", h.body_count, params.body_slots);
   // Positions are stored as int32, and rotations are computed from differences of the fields below.
   const int64_t limit = int64_t(1) << 31;
-  if (h.tail_base < h.body_count || h.tail_base >= limit || h.rank_base < h.body_count || h.rank_base > h.tail_base ||
-      h.evicted != h.tail_base - h.body_count)
+  if (h.tail_base < h.body_count || h.tail_base >= limit || h.rank_base < h.body_count || h.rank_base > h.tail_base || h.evicted < 0 ||
+      h.evicted != h.tail_base - h.body_count - sinks_moved(params, h.tail_base))
     return fail("the state is damaged: tail_base %" PRId64 ", rank_base %" PRId64 ", evicted %" PRId64 " do not fit together",
                 h.tail_base, h.rank_base, h.evicted);
+  if (params.format == kFormatSelfIndex && (h.tail_base % params.tail_slots || h.tail_base / params.tail_slots > params.intervals))
+    return fail("the state is damaged: tail_base %" PRId64 " is no boundary among %d intervals of %d", h.tail_base, params.intervals,
+                params.tail_slots);
   if (h.hidden_from < 0 || h.hidden_to < h.hidden_from || h.hidden_to > h.body_count || h.hidden_from % EDGEKV_LANES ||
       h.hidden_to % EDGEKV_LANES)
     return fail("body slots %d to %d cannot be hidden: multiples of %d up to %d are possible", h.hidden_from, h.hidden_to, EDGEKV_LANES,

@@ -22,6 +22,11 @@ struct StateView {
 
 StateView view_state(const LayerParams& params, void* state);
 
+// Sinks that have left the tail for the planes of their own, which a compressed body has.
+inline int64_t sinks_moved(const LayerParams& params, int64_t tail_base) {
+  return params.format != kFormatSelfIndex ? 0 : params.sinks < tail_base ? params.sinks : tail_base;
+}
+
 // Writes an empty cache: zeroed planes, positions -1. Returns 0, or 1 with a sentence (error.h).
 int init_state(const LayerParams& params, void* state, int64_t bytes);
 

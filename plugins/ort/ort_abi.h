@@ -28,7 +28,7 @@ struct ApiBase {
 };
 
 enum ErrorCode : int { kOk = 0, kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt64 = 7 };
+enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
 enum Presence : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kMemoryDefault = 0 };
 

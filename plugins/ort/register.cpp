@@ -4,6 +4,7 @@
 #include "ort/append_block_sums.h"
 #include "ort/bounded_cache_attention.h"
 #include "ort/ort_abi.h"
+#include "ort/sign_vq_retrieval.h"
 
 using namespace edgekv::ort;
 
@@ -14,7 +15,7 @@ extern "C" __attribute__((visibility("default"))) Status* RegisterCustomOps(Sess
   // A session keeps pointing at its domain, so each registration makes one that stays.
   CustomOpDomain* domain = nullptr;
   if (Status* status = function<CreateCustomOpDomain>(api)("edgekv", &domain)) return status;
-  for (const CustomOp* op : {bounded_cache_attention(), append_block_sums()})
+  for (const CustomOp* op : {bounded_cache_attention(), sign_vq_retrieval(), append_block_sums()})
     if (Status* status = function<CustomOpDomainAdd>(api)(domain, op)) return status;
   return function<AddCustomOpDomain>(api)(options, domain);
 }

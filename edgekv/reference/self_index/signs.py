@@ -37,9 +37,11 @@ def learn(codebook: np.ndarray, seen: np.ndarray, x: np.ndarray, codes: np.ndarr
 def score_table(query: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.float32]:
     """Integer table uint8 [dim/4, 16] and its step: table * step = <query, centroid> up to a constant per group.
 
-    query float32 [dim], the transformed query heads of one kv head added up, times the score scale.
+    query float32 [dim], the transformed query heads of one kv head added up, times the score scale. The order of additions is
+    fixed, so that kernels round as this does and fill the same table.
     """
-    exact = np.einsum("gi,gci->gc", query.reshape(-1, DIMS), codebook).astype(np.float32)
+    products = query.reshape(-1, 1, DIMS) * codebook
+    exact = (products[..., 0] + products[..., 1]) + (products[..., 2] + products[..., 3])
     above = exact - exact.min(axis=1, keepdims=True)
     widest = above.max()
     step = widest / np.float32(LEVELS) if widest > 0 else np.float32(1)
@@ -53,8 +55,22 @@ def scan(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 def interval_bias(query: np.ndarray, means: np.ndarray, newest: int, step: np.float32) -> np.ndarray:
     """What the mean key of each interval adds, in table steps, relative to interval `newest`: int32 [intervals]."""
-    bias = np.rint(((means - means[newest]) @ query) / step)
+    bias = np.rint(dot_in_order(means - means[newest], query) / step)
     return np.clip(bias, -BIAS_LIMIT, BIAS_LIMIT).astype(np.int32)
+
+
+def dot_in_order(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """rows @ query in float32, added up as a register of 16 numbers does: float32 [n] for rows [n, dim] and query [dim]."""
+    products = rows * query
+    lanes = np.zeros((len(rows), 16), np.float32)
+    for at in range(0, products.shape[1], 16):
+        part = products[:, at : at + 16]
+        lanes[:, : part.shape[1]] += part
+    half = 8
+    while half:
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+        half //= 2
+    return lanes[:, 0]
 
 
 def best(score: np.ndarray, count: int) -> np.ndarray:

@@ -1,0 +1,119 @@
+// Attention to a compressed body: all of it, tile by tile unpacked for many rows, or the slots that each row has chosen.
+//
+// Values stay transformed until a split has been summed up. A row's bits depend on its own slots alone: tiles of kTile slots start
+// at multiples of kTile of the body, or of the list of chosen slots.
+#pragma once
+#include "cpu/attend.h"
+#include "cpu/packed_queries.h"
+
+namespace {
+
+inline void count_packed(const Step& s, const PackedBody& b, uint64_t tokens, uint64_t means) {
+  __atomic_fetch_add(&s.loaded->body_index, tokens * (b.key_dim / 4) / 2, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_keys, tokens * 12 * b.key_groups(), __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_values, tokens * 4 * (b.value_bits + 1) * b.value_groups(), __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_meta, tokens * 4 + means * 2 * b.key_dim, __ATOMIC_RELAXED);
+}
+
+// The tokens [begin, end) of the body as a tile of float32, begin a multiple of 16: keys 16 side by side, values one by one. Returns
+// how often a mean key was loaded.
+inline int unpack_tile(const PackedBody& b, int begin, int end, float* keys, float* values, float* rows) {
+  const int dim = packed_stride(b.key_dim), value_stride = packed_stride(b.value_dim);
+  float* mean = rows + kLanes * dim;
+  int loaded = 0, at_hand = -1;
+  for (int block = begin; block < end; block += kLanes, keys += b.key_dim * kLanes) {
+    const int count = end - block < kLanes ? end - block : kLanes;
+    for (int j = 0; j < kLanes; ++j) {
+      float* row = rows + j * dim;
+      if (j >= count) {
+        std::memset(row, 0, size_t(dim) * sizeof(float));
+        continue;
+      }
+      const int interval = b.interval_of(b.positions[block + j]);
+      if (interval != at_hand) {
+        const uint16_t* m = b.mean + int64_t(interval) * b.key_dim;
+        for (int d = 0; d < b.key_dim; d += kLanes) store(mean + d, load_first(m + d, b.key_dim - d < kLanes ? b.key_dim - d : kLanes));
+        hadamard(mean, b.key_dim);
+        at_hand = interval;
+        ++loaded;
+      }
+      unpack_key(b, block + j, row);
+      for (int d = 0; d < b.key_dim; d += kLanes) store(row + d, add(load(row + d), load(mean + d)));
+      unpack_value(b, block + j, values);
+      values += value_stride;
+    }
+    for (int d = 0; d < b.key_dim; d += kLanes) {
+      Vec x[kLanes];
+      for (int j = 0; j < kLanes; ++j) x[j] = load(rows + j * dim + d);
+      transpose(x);
+      for (int i = 0; i < kLanes && d + i < b.key_dim; ++i) store(keys + (d + i) * kLanes, x[i]);
+    }
+  }
+  return loaded;
+}
+
+inline void attend_whole(const Step& s, const PackedBody& b, int head, int first, int count, int begin, int end, float* partial, float* work) {
+  const auto& p = s.params;
+  const int value_stride = packed_stride(p.value_dim);
+  float *keys = work, *values = keys + kTile * p.key_dim, *rows = values + kTile * value_stride;
+  const SeenRows seen(s, head, edgekv::kBody, first, count, begin, end);
+  const float* queries = s.turned + (int64_t(head) * s.rows * s.group + first) * p.key_dim;
+  uint64_t tokens = 0, means = 0;
+  for (int at = begin; at < seen.highest; at += kTile) {
+    const int size = seen.highest - at < kTile ? seen.highest - at : kTile;
+    if (at + size <= seen.lowest) continue;
+    const int skipped = seen.lowest > at ? (seen.lowest - at) / kLanes * kLanes : 0;
+    means += unpack_tile(b, at + skipped, at + size, keys + skipped * p.key_dim, values + skipped * value_stride, rows);
+    tokens += size - skipped;
+    attend_tile<float>({keys, values, p.key_dim, p.value_dim, value_stride, size, p.softcap, true}, seen, at, count, queries, partial);
+  }
+  count_packed(s, b, tokens, means);
+}
+
+template <int R>
+inline void add_chosen(int rows, const float* values, int value_stride, int dims, int count, const float* weights, float* sums, int stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_chosen<R - 1>(rows, values, value_stride, dims, count, weights, sums, stride);
+  }
+  Ahead nothing_ahead = {nullptr, nullptr};
+  add_value_tile<float, R, vectors_for(R)>(values, value_stride, dims, 0, count, count, nullptr, weights, sums, stride, nothing_ahead);
+}
+
+// The rows of one token: `rows` of them from `row` of the kv head on.
+inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row, int rows, int begin, int end, float* partial, float* work) {
+  const auto& p = s.params;
+  const int width = edgekv::partial_width(p.value_dim), stride = edgekv::partial_stride(p.value_dim), value_stride = packed_stride(p.value_dim);
+  float *values = work, *scores = values + kTile * value_stride, *keys = scores + kTile * kRowBlocks * kRowBlock;
+  const int64_t at_row = int64_t(head) * s.rows * s.group + row;
+  const int32_t* slots = s.slots + (int64_t(head) * s.rows + row / s.group) * s.chosen;
+  while (end > begin && slots[end - 1] < 0) --end;
+  for (int at = begin; at < end; at += kTile) {
+    const int size = end - at < kTile ? end - at : kTile;
+    score_slots(b, slots + at, size, s.turned + at_row * packed_stride(p.key_dim), rows, s.bias + at_row * b.intervals, scores, kTile, keys);
+    for (int i = 0; i < size; ++i) unpack_value(b, slots[at + i], values + i * value_stride);
+    for (int r = 0; r < rows; ++r)
+      soften({partial + int64_t(r) * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
+    for (int r = 0; r < rows; r += kRowBlock)
+      add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, p.value_dim, size, scores + r * kTile,
+                            partial + int64_t(r) * stride, stride);
+  }
+  count_packed(s, b, uint64_t(end - begin), 0);
+}
+
+void attend_packed(const Step& s, int head, int first, int count, int begin, int end, float* partial, float* work) {
+  const PackedBody b(s.params, s.state, head, s.position - s.first_tail);
+  const int stride = edgekv::partial_stride(s.params.value_dim);
+  clear_partials(count, s.params.value_dim, partial);
+  if (s.slots == nullptr) {
+    attend_whole(s, b, head, first, count, begin, end, partial, work);
+  } else {
+    for (int r = 0, next; r < count; r = next) {
+      next = ((first + r) / s.group + 1) * s.group - first;
+      if (next > count) next = count;
+      attend_chosen(s, b, head, first + r, next - r, begin, end, partial + int64_t(r) * stride, work);
+    }
+  }
+  for (int r = 0; r < count; ++r) hadamard(partial + int64_t(r) * stride, s.params.value_dim);
+}
+
+}  // namespace

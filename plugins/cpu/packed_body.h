@@ -1,0 +1,145 @@
+// Reading the compressed body of one kv head: signs from the index plane, magnitudes and values from the records.
+#pragma once
+#include "cpu/kernels.h"
+
+namespace {
+
+struct PackedBody {
+  const int32_t* positions;
+  const uint8_t *index, *payload;
+  const uint16_t* mean;
+  edgekv::RecordLayout record;
+  int key_dim, value_dim, value_bits, interval, intervals;  // the last: boundaries so far, each with a mean key
+
+  PackedBody(const edgekv::LayerParams& p, const edgekv::StateView& s, int head, int64_t tail_base)
+      : positions(s.body_pos + int64_t(head) * p.body_slots),
+        index(s.index + int64_t(head) * (p.body_slots / EDGEKV_INDEX_TOKENS) * (p.key_dim / 4) * 16),
+        payload(s.payload + int64_t(head) * p.body_slots * int64_t(edgekv::record_layout(p).bytes)),
+        mean(s.mean + int64_t(head) * p.intervals * p.key_dim),
+        record(edgekv::record_layout(p)),
+        key_dim(p.key_dim),
+        value_dim(p.value_dim),
+        value_bits(p.value_bits),
+        interval(p.tail_slots),
+        intervals(int(tail_base / p.tail_slots)) {}
+
+  int key_groups() const { return (key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
+  int value_groups() const { return (value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
+  // Codes of the 32 tokens from `slot`, a multiple of 32.
+  const uint8_t* codes(int slot) const { return index + int64_t(slot) / EDGEKV_INDEX_TOKENS * (key_dim / 4) * 16; }
+  // Which mean key a position's token was coded against; in range whatever a damaged state holds.
+  int interval_of(int32_t position) const {
+    const int i = position / interval;
+    return position < 0 ? 0 : i < intervals ? i : intervals - 1;
+  }
+};
+
+// One token's key without its mean, still transformed: [key_groups * 32] numbers, those from key_dim on without meaning.
+inline void unpack_key(const PackedBody& b, int slot, float* out) {
+  const uint8_t* record = b.payload + int64_t(slot) * int64_t(b.record.bytes);
+  const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record + b.record.key_pairs);
+  const uint8_t* code = b.codes(slot) + slot % 16;
+  const int shift = slot % EDGEKV_INDEX_TOKENS / 16 * 4, codes = b.key_dim / 4, groups = b.key_groups();
+  float pair[16];
+  for (int g = 0; g < groups; ++g) {
+    // Eight pairs at a time; what is read behind the last of a record is the next record or the next plane.
+    if (g % 8 == 0) store(pair, load(pairs + 2 * g));
+    const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
+    Vec level[2];
+    unpack<2>(record + 8 * g, level);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t positive = 0;
+      for (int i = 0, c = 8 * g + 4 * half; i < 4 && c < codes; ++i, ++c) positive |= (uint32_t(code[16 * c]) >> shift & 15) << 4 * i;
+      store(out + 32 * g + 16 * half, with_signs(fma(level[half], scale, zero_point), positive));
+    }
+  }
+}
+
+template <int kBits>
+inline void unpack_value_bits(const PackedBody& b, const uint8_t* record, float* out) {
+  const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record + b.record.value_pairs);
+  const int groups = b.value_groups();
+  float pair[16];
+  for (int g = 0; g < groups; ++g) {
+    if (g % 8 == 0) store(pair, load(pairs + 2 * g));
+    const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
+    Vec level[2];
+    unpack<kBits>(record + b.record.values + 4 * kBits * g, level);
+    for (int half = 0; half < 2; ++half) store(out + 32 * g + 16 * half, fma(level[half], scale, zero_point));
+  }
+}
+
+// One token's value, still transformed: [value_groups * 32] numbers, those from value_dim on without meaning.
+inline void unpack_value(const PackedBody& b, int slot, float* out) {
+  const uint8_t* record = b.payload + int64_t(slot) * int64_t(b.record.bytes);
+  if (b.value_bits == 2) return unpack_value_bits<2>(b, record, out);
+  if (b.value_bits == 4) return unpack_value_bits<4>(b, record, out);
+  unpack_value_bits<8>(b, record, out);
+}
+
+// Sum of products of dim numbers, in an order that every instruction set keeps: lanes first, then their sum.
+inline float dot_in_order(const float* a, const float* b, int dim) {
+  Vec sum = zero();
+  int i = 0;
+  for (; i + 16 <= dim; i += 16) sum = add(sum, mul(load(a + i), load(b + i)));
+  if (i < dim) sum = add(sum, mul(load_first(a + i, dim - i), load_first(b + i, dim - i)));
+  return sum_lanes(sum);
+}
+
+// Room between rows of unpacked keys or of the queries that meet them.
+inline int packed_stride(int dim) { return (dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP; }
+
+// Bias of one query row: what the mean keys add to its scores. bias[i] for the intervals from `first` on.
+inline void mean_scores(const PackedBody& b, const float* query, int first, float* bias) {
+  alignas(64) float mean[1024];
+  for (int i = first; i < b.intervals; ++i) {
+    const uint16_t* m = b.mean + int64_t(i) * b.key_dim;
+    for (int d = 0; d < b.key_dim; d += 16) {
+      const int lanes = b.key_dim - d < 16 ? b.key_dim - d : 16;
+      store(mean + d, lanes == 16 ? load(m + d) : load_first(m + d, lanes));
+    }
+    bias[i] = dot_in_order(query, mean, b.key_dim);
+  }
+}
+
+// Products of one query with 16 rows of keys, one per lane.
+template <int kVectors>
+inline Vec dot_rows(const float* keys, const float* query, int vectors, int stride) {
+  Vec q[kVectors > 0 ? kVectors : 1], sum[16];
+  for (int v = 0; v < kVectors; ++v) q[v] = load(query + 16 * v);
+  for (int j = 0; j < 16; ++j) {
+    const float* key = keys + j * stride;
+    if constexpr (kVectors > 0) {
+      sum[j] = mul(load(key), q[0]);
+      for (int v = 1; v < kVectors; ++v) sum[j] = fma(load(key + 16 * v), q[v], sum[j]);
+    } else {
+      sum[j] = zero();
+      for (int v = 0; v < vectors; ++v) sum[j] = fma(load(key + 16 * v), load(query + 16 * v), sum[j]);
+    }
+  }
+  return sum_each(sum);
+}
+
+// Scores of `rows` transformed queries [rows][packed_stride], zero behind key_dim, against the tokens in `slots`: out [rows][stride],
+// written in whole vectors of 16. bias [rows][b.intervals] as mean_scores gives it; keys: room for 16 rows.
+inline void score_slots(const PackedBody& b, const int32_t* slots, int count, const float* queries, int rows, const float* bias, float* out,
+                        int64_t stride, float* keys) {
+  const int dim = packed_stride(b.key_dim), vectors = dim / 16;
+  for (int at = 0; at < count; at += 16) {
+    int interval[16] = {};
+    for (int j = 0; j < 16; ++j) {
+      const int slot = slots[at + j < count ? at + j : at];
+      interval[j] = b.interval_of(b.positions[slot]);
+      unpack_key(b, slot, keys + j * dim);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const float* query = queries + r * dim;
+      const Vec score = vectors == 4 ? dot_rows<4>(keys, query, vectors, dim) : vectors == 8 ? dot_rows<8>(keys, query, vectors, dim) : dot_rows<0>(keys, query, vectors, dim);
+      float of_mean[16];
+      for (int j = 0; j < 16; ++j) of_mean[j] = bias[int64_t(r) * b.intervals + interval[j]];
+      store(out + r * stride + at, add(score, load(of_mean)));
+    }
+  }
+}
+
+}  // namespace

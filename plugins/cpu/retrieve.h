@@ -1,0 +1,210 @@
+// Choosing body slots by their sign codes (docs/self_index.md, "Scan" and "Choice"). Everything up to the scores is done in an order
+// that every instruction set and the oracle keep, so that all of them choose the same slots from the same numbers.
+#pragma once
+#include "cpu/attend.h"
+#include "cpu/choose.h"
+#include "cpu/packed_queries.h"
+
+namespace {
+
+using edgekv::Retrieval;
+
+constexpr int kTableLevels = 63;    // four entries add up in a byte
+constexpr int kBiasLimit = 16383;  // a score of at most 256 entries and a bias fits 16 bits
+
+// The table [dim/4][16] of one transformed query, and the size of its steps.
+inline float score_table(const float* query, const float* codebook, int dim, float* exact, uint8_t* table) {
+  const int groups = dim / 4;
+  float widest = 0;
+  for (int g = 0; g < groups; ++g) {
+    const float *q = query + 4 * g, *c = codebook + int64_t(g) * 64;
+    float* row = exact + 16 * g;
+    float least = 0;
+    for (int code = 0; code < 16; ++code, c += 4) {
+      row[code] = (q[0] * c[0] + q[1] * c[1]) + (q[2] * c[2] + q[3] * c[3]);
+      least = code == 0 || row[code] < least ? row[code] : least;
+    }
+    for (int code = 0; code < 16; ++code) {
+      row[code] -= least;
+      widest = row[code] > widest ? row[code] : widest;
+    }
+  }
+  const float step = widest > 0 ? widest / kTableLevels : 1.0f;
+  for (int i = 0; i < 16 * groups; ++i) {
+    const float level = exact[i] / step + 0.5f;
+    table[i] = uint8_t(level > 0 ? level < kTableLevels ? level : float(kTableLevels) : 0.0f);  // NaN becomes 0
+  }
+  return step;
+}
+
+// What the mean keys of the intervals from `first` on add to a score, in steps, relative to the newest one.
+inline void interval_biases(const PackedBody& b, const float* query, int first, float step, int32_t* bias) {
+  alignas(64) float newest[1024], mean[1024];
+  auto widen = [&](int interval, float* to) {
+    const uint16_t* m = b.mean + int64_t(interval) * b.key_dim;
+    for (int d = 0; d < b.key_dim; d += kLanes) {
+      const int lanes = b.key_dim - d < kLanes ? b.key_dim - d : kLanes;
+      store(to + d, lanes == kLanes ? load(m + d) : load_first(m + d, lanes));
+    }
+  };
+  widen(b.intervals - 1, newest);
+  for (int i = first; i < b.intervals; ++i) {
+    widen(i, mean);
+    for (int d = 0; d < b.key_dim; d += kLanes) store(mean + d, sub(load(mean + d), load(newest + d)));
+    const float x = dot_in_order(query, mean, b.key_dim) / step;
+    bias[i] = x > -kBiasLimit ? x < kBiasLimit ? int32_t(std::nearbyint(x)) : kBiasLimit : x == x ? -kBiasLimit : 0;
+  }
+}
+
+// Scores of the slots [lo, hi), from the one at lo / 32 * 32 on; those of that block before lo and of the last one from hi on are the
+// lowest there is.
+inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias, int lo, int hi, int16_t* scores) {
+  const int groups = b.key_dim / 4, start = lo / 32 * 32;
+  int64_t from = 0, to = 0;  // positions of the interval at hand
+  int at_hand = 0;
+  for (int block = start; block < hi; block += 32, scores += 32) {
+    const int first = block < lo ? lo : block, last = block + 32 < hi ? block + 32 : hi;
+    auto inside = [&](int slot) { return b.positions[slot] >= from && b.positions[slot] < to; };
+    auto turn_to = [&](int slot) {
+      at_hand = b.interval_of(b.positions[slot]);
+      from = int64_t(at_hand) * b.interval, to = from + b.interval;
+    };
+    if (!inside(first)) turn_to(first);
+    const bool together = inside(last - 1);
+    scan_block(b.codes(block), table, groups, together ? bias[at_hand] : 0, scores);
+    if (!together) {
+      for (int slot = first; slot < last; ++slot) {
+        if (!inside(slot)) turn_to(slot);
+        scores[slot - block] = int16_t(scores[slot - block] + bias[at_hand]);
+      }
+    }
+    for (int i = 0; i < first - block; ++i) scores[i] = INT16_MIN;
+    for (int i = last - block; i < 32; ++i) scores[i] = INT16_MIN;
+  }
+}
+
+// Attention that the candidates get among themselves, summed over the query heads: float32 [count], in place of scores [group][stride].
+inline void rank_again(float* scores, int64_t stride, int count, int group, float softcap, float* weight) {
+  const int blocks = (count + kLanes - 1) / kLanes;
+  const Vec nothing = splat(kNothing);
+  for (int g = 0; g < group; ++g) {
+    float* row = scores + g * stride;
+    Vec top = nothing, sums = zero();
+    for (int i = 0; i < blocks; ++i) {
+      Vec x = load(row + i * kLanes);
+      if (softcap > 0) x = mul(tanh(x), splat(softcap * kLog2E));
+      if (i == blocks - 1) x = keep_lanes(x, 0, count - i * kLanes, nothing);
+      store(row + i * kLanes, x);
+      top = max(x, top);
+    }
+    const Vec base = splat(max_lanes(top));
+    for (int i = 0; i < blocks; ++i) {
+      const Vec w = exp2(sub(load(row + i * kLanes), base));
+      store(row + i * kLanes, w);
+      sums = add(sums, w);
+    }
+    const Vec factor = splat(1.0f / sum_lanes(sums));
+    for (int i = 0; i < blocks; ++i) {
+      const Vec w = mul(load(row + i * kLanes), factor);
+      store(weight + i * kLanes, g == 0 ? w : add(load(weight + i * kLanes), w));
+    }
+  }
+}
+
+void retrieve(const Retrieval& r, int head, int row, void* memory) {
+  const auto& p = r.params;
+  const PackedBody b(p, r.state, head, r.tail_base);
+  const edgekv::RetrievalWork sizes(r);
+  const int dim = p.key_dim, stride = packed_stride(dim), biases = (b.intervals + 15) / 16 * 16;
+  float* turned = static_cast<float*>(memory);  // [group][stride]
+  float* together = turned + r.group * stride;
+  float* keys = together + stride;                                  // [16][stride]
+  float* of_mean = keys + 16 * stride;                              // [group][boundaries]
+  int32_t* bias = reinterpret_cast<int32_t*>(of_mean + r.group * biases);  // [boundaries]
+  float* weight = static_cast<float*>(memory) + sizes.queries;      // [ranked]
+  float* exact = weight + sizes.ranked;                             // [group][ranked]
+  int32_t* candidates = reinterpret_cast<int32_t*>(exact + r.group * sizes.ranked);
+  int16_t* scores = reinterpret_cast<int16_t*>(candidates + sizes.candidates);
+  int32_t* out = r.slots + (int64_t(head) * r.rows + row) * r.retrieve;
+
+  // The query heads together, and each for the second ranking.
+  float rotated[1024], sum[1024] = {};
+  for (int g = 0; g < r.group; ++g) {
+    const float* q = r.q.data + (head * r.group + g) * r.q.head_stride + row * r.q.row_stride;
+    if (r.cos != nullptr) {
+      const int64_t at = int64_t(row) * r.table_stride;
+      rotate(q, rotated, dim, p.rotary_dim, p.rotary_interleaved, r.cos + at, r.sin + at);
+      q = rotated;
+    }
+    for (int d = 0; d < dim; ++d) sum[d] = g == 0 ? q[d] : sum[d] + q[d];
+    std::memcpy(turned + g * stride, q, size_t(dim) * sizeof(float));
+  }
+  for (int d = 0; d < dim; ++d) sum[d] *= p.scale;
+  std::memcpy(together, sum, size_t(dim) * sizeof(float));
+  hadamard(together, dim);
+
+  const int64_t query = r.position + row, oldest = p.sliding_window > 0 ? query - p.sliding_window : -1;
+  const int lo = oldest < 0 ? 0 : first_after(b.positions, r.body_count, oldest), hi = r.body_count, visible = hi - lo;
+  const int wanted = r.retrieve < visible ? r.retrieve : visible;
+  for (int i = wanted; i < r.retrieve; ++i) out[i] = -1;
+  if (wanted == 0) return;
+  if (wanted == visible) {
+    for (int i = 0; i < wanted; ++i) out[i] = lo + i;
+    return;
+  }
+
+  alignas(64) uint8_t table[256 * 16];
+  const int first = b.interval_of(b.positions[lo]);
+  const float* codebook = r.state.codebook + int64_t(head) * dim / 4 * 64;
+  const float step = score_table(together, codebook, dim, keys, table);
+  interval_biases(b, sum, first, step, bias);
+  scan(b, table, bias, lo, hi, scores);
+
+  const int start = lo / 32 * 32, scanned = (hi - start + 31) / 32 * 32;
+  const int64_t asked = int64_t(wanted) * (r.rerank > 1 ? r.rerank : 1);
+  const int picked = asked < visible ? int(asked) : visible;
+  int above;
+  const bool again = picked > wanted;
+  int found = picked;
+  int32_t* list = candidates;
+  if (picked == visible) {
+    for (int i = 0; i < picked; ++i) list[i] = lo + i;
+  } else {
+    const int threshold = threshold_for(scores, scanned, picked, &above);
+    found = collect(scores, scanned, threshold, picked - above, start, list);
+  }
+  uint64_t keys_read = 0, index_read = uint64_t(scanned / 32) * dim / 4 * 16, meta_read = uint64_t(visible) * 4 + uint64_t(dim) * 64;
+  meta_read += uint64_t(b.intervals - first) * dim * 2;
+  if (again) {
+    const float factor = score_factor(p);
+    for (int g = 0; g < r.group; ++g) {
+      float* q = turned + g * stride;
+      for (int d = 0; d < dim; ++d) q[d] *= factor;
+      mean_scores(b, q, first, of_mean + int64_t(g) * b.intervals);
+      hadamard(q, dim);
+      for (int d = dim; d < stride; ++d) q[d] = 0;
+    }
+    score_slots(b, list, found, turned, r.group, of_mean, exact, sizes.ranked, keys);
+    rank_again(exact, sizes.ranked, found, r.group, p.softcap, weight);
+    // Weights are not negative, so their bits are in their order.
+    using Bits = int32_t __attribute__((may_alias));
+    const Bits* order = reinterpret_cast<Bits*>(weight);
+    const int threshold = threshold_for(order, found, wanted, &above);
+    int equal = wanted - above, kept = 0;
+    for (int i = 0; i < found && kept < wanted; ++i) {
+      const bool same = order[i] == threshold && equal > 0;
+      list[kept] = list[i];
+      kept += order[i] > threshold || same;
+      equal -= same;
+    }
+    keys_read = uint64_t(found) * 12 * b.key_groups();
+    index_read += uint64_t(found) * (dim / 4) / 2;
+    meta_read += uint64_t(found) * 4 + uint64_t(b.intervals - first) * dim * 2 * r.group;
+  }
+  std::memcpy(out, list, size_t(wanted) * sizeof(int32_t));
+  __atomic_fetch_add(&r.loaded->body_index, index_read, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&r.loaded->body_keys, keys_read, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&r.loaded->body_meta, meta_read, __ATOMIC_RELAXED);
+}
+
+}  // namespace

@@ -1,0 +1,84 @@
+#include "ort/step_inputs.h"
+
+#include <cinttypes>
+
+#include "cpu/error.h"
+
+namespace edgekv::ort {
+namespace {
+
+// Where head h, row t of an activation is; *rows is set by the first call and compared by later ones.
+int view_rows(const char* name, const Tensor& x, int64_t heads, int64_t dim, Rows* view, int64_t* rows) {
+  int64_t found;
+  if (x.rank == 4 && x.dims[0] == 1 && x.dims[1] == heads && x.dims[3] == dim) {
+    found = x.dims[2];
+    *view = {static_cast<const float*>(x.data), found * dim, dim};
+  } else if (x.rank == 3 && x.dims[0] == 1 && x.dims[2] == heads * dim) {
+    found = x.dims[1];
+    *view = {static_cast<const float*>(x.data), dim, heads * dim};
+  } else {
+    return fail("%s must have the shape [1, %" PRId64 ", T, %" PRId64 "] or [1, T, %" PRId64 "]", name, heads, dim, heads * dim);
+  }
+  if (*rows >= 0 && *rows != found) return fail("%s has %" PRId64 " rows but q has %" PRId64, name, found, *rows);
+  *rows = found;
+  return 0;
+}
+
+int64_t packed_width(const LayerParams& p) {
+  return int64_t(p.q_heads) * p.key_dim + int64_t(p.kv_heads) * (p.key_dim + p.value_dim);
+}
+
+int view_packed(const LayerParams& p, const Tensor& x, StepInputs* in) {
+  const int64_t keys_at = int64_t(p.q_heads) * p.key_dim, values_at = keys_at + int64_t(p.kv_heads) * p.key_dim, width = packed_width(p);
+  if (x.rank != 3 || x.dims[0] != 1 || x.dims[2] != width)
+    return fail("without k and v, q must hold queries, keys and values: [1, T, %" PRId64 "]", width);
+  const float* data = static_cast<const float*>(x.data);
+  in->rows = x.dims[1];
+  in->q = {data, p.key_dim, width};
+  in->k = {data + keys_at, p.key_dim, width};
+  in->v = {data + values_at, p.value_dim, width};
+  return 0;
+}
+
+int view_tables(const Tensor& cos, const Tensor& sin, StepInputs* in) {
+  for (const Tensor* x : {&cos, &sin})
+    if (x->data == nullptr || x->rank != 3 || x->dims[0] != 1 || x->dims[1] != in->rows || x->dims[2] != cos.dims[2])
+      return fail("fused_rotary needs cos and sin of the shape [1, %" PRId64 ", rotary_dim / 2 or rotary_dim]", in->rows);
+  in->cos = static_cast<const float*>(cos.data);
+  in->sin = static_cast<const float*>(sin.data);
+  in->table_columns = cos.dims[2];
+  return 0;
+}
+
+int view_rest(const LayerParams& p, const Tensor* input, StepInputs* in) {
+  if (p.fused_rotary && view_tables(input[kCos], input[kSin], in)) return 1;
+  if (input[kPosition].data == nullptr || input[kPosition].size() != 1) return fail("position must hold one number");
+  in->position = *static_cast<const int64_t*>(input[kPosition].data);
+  return 0;
+}
+
+}  // namespace
+
+int view_step(const LayerParams& p, const Tensor* input, StepInputs* in) {
+  in->rows = -1;
+  if (input[kQ].data == nullptr) return fail("q has no rows");
+  if (input[kK].data == nullptr && input[kV].data == nullptr) {
+    if (view_packed(p, input[kQ], in)) return 1;
+  } else if (view_rows("q", input[kQ], p.q_heads, p.key_dim, &in->q, &in->rows) ||
+             view_rows("k", input[kK], p.kv_heads, p.key_dim, &in->k, &in->rows) ||
+             view_rows("v", input[kV], p.kv_heads, p.value_dim, &in->v, &in->rows)) {
+    return 1;
+  }
+  return view_rest(p, input, in);
+}
+
+int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in) {
+  const Tensor& q = input[kQ];
+  in->rows = -1;
+  if (q.data == nullptr) return fail("q has no rows");
+  if (q.rank == 3 && q.dims[2] == packed_width(p) ? view_packed(p, q, in) : view_rows("q", q, p.q_heads, p.key_dim, &in->q, &in->rows))
+    return 1;
+  return view_rest(p, input, in);
+}
+
+}  // namespace edgekv::ort
