@@ -122,6 +122,7 @@ class OnnxRuntimeEngine:
         self._rows = np.zeros(max_rows, np.int64)
         self._session: ort.InferenceSession | None = self._load(bundle.graph_path, alternating)
         machine.populate(bundle.folder)
+        machine.huge_pages()
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()

@@ -2,10 +2,11 @@
 
     step = step_overhead + layers x layer_overhead + weight bytes / weight_rate + KV bytes / kv_rate
 
-The weight rate depends on the model's width: it is timed for hidden size 576 and 4096, and predictor.rate_at reads between them.
+The weight rate depends on the model's width: it is timed for hidden size 576 and 2048, and predictor.rate_at reads between them.
 Each is timed alone on small graphs made here, never on the model that is to be predicted: a decoder of tiny layers for the
 overheads, a chain of large matrices that no cache holds for the weight rates, the attention kernel on caches that no cache holds
-for the KV rates, and a block of many rows for the arithmetic rate.
+for the KV rates, and a block of many rows for the arithmetic rate. Where the last cache level is large enough for a small model,
+the rates are taken a second time on as much as it holds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from edgekv.memory.micrograph import Graph
 MICROSOFT = "com.microsoft"
 BLOCK = 32
 BITS = {"int4": 4, "int8": 8}
-# Outputs and inputs of the matrices whose rate is timed, for narrow and for wide models: short rows cost more per byte.
-NARROW, WIDE = (1536, 576), (4096, 4096)
+# Widths of the models whose matrices are timed: short rows and small matrices cost more per byte. predictor.rate_at knows them too.
+NARROW, WIDE = 576, 2048
+LEAST_ON_CHIP = 24 << 20  # bytes of last cache level below which no model's weights stay in it
 
 
 clock = time.perf_counter  # tools/speed_check.py --cpu-time replaces it
@@ -49,6 +51,7 @@ class _Session:
         from edgekv.engine.onnxruntime import session_options
 
         self._session = ort.InferenceSession(graph.model(), session_options(threads), providers=["CPUExecutionProvider"])
+        machine.huge_pages()
         self._binding, self._kept = self._session.io_binding(), (inputs, outputs)
         for name, array in inputs.items():
             self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -60,35 +63,55 @@ class _Session:
 
 
 def _matrix(graph: Graph, x: str, outputs: int, inputs: int, weights: str, random: np.random.Generator) -> tuple[str, int]:
-    """A linear layer as the exporter writes it in a weight format; returns its output and the bytes of its weights."""
+    """A linear layer as the exporter writes it in a weight format; returns its output and the bytes of its weights.
+
+    The numbers keep their size from layer to layer: a chain that dies away ends in denormal numbers, which some processors
+    multiply a hundred times more slowly.
+    """
     if weights not in BITS:
-        matrix = random.standard_normal((inputs, outputs), np.float32) * 0.01
+        matrix = random.standard_normal((inputs, outputs), np.float32) / np.float32(inputs**0.5)
         return graph.node("MatMul", [x, graph.constant(matrix)]), matrix.nbytes
     bits, blocks = BITS[weights], inputs // BLOCK
     if bits == 4:  # one more column per block holds offsets; the input gets the sums of its blocks appended
         x = graph.node("AppendBlockSums", [x], domain="edgekv")
         blocks += -(-blocks // BLOCK)
-    codes = random.integers(0, 256, (outputs, blocks, BLOCK * bits // 8), dtype=np.uint8)
-    scales = np.full((outputs, blocks), 1e-3, np.float32)
+    shape = (outputs, blocks, BLOCK * bits // 8)
+    codes = random.integers(1, 256, shape, dtype=np.uint8)
+    if bits == 4:  # 1 to 15 in each half, 8 on average, which is the zero point
+        codes = random.integers(1, 16, shape, dtype=np.uint8) | random.integers(1, 16, shape, dtype=np.uint8) << 4
+    codes[:, inputs // BLOCK :] = 0x88  # no offsets
+    scales = np.full((outputs, blocks), 12**0.5 / 2**bits / inputs**0.5, np.float32)
     zeros = np.full((outputs, -(-blocks * bits // 8)), 0x88 if bits == 4 else 0x80, np.uint8)
     names = [graph.constant(part) for part in (codes, scales, zeros)]
     y = graph.node("MatMulNBits", [x, *names], domain=MICROSOFT, K=blocks * BLOCK, N=outputs, bits=bits, block_size=BLOCK, accuracy_level=4)
     return y, codes.nbytes + scales.nbytes + zeros.nbytes
 
 
-def weight_seconds(weights: str, total: int, threads: int, rows: int = 1, size: tuple[int, int] = WIDE) -> tuple[float, int, int]:
-    """(seconds, weight bytes, multiply-adds) of a chain of matrices of this size and its transpose, about `total` bytes, on `rows` rows."""
-    wide, narrow = size
+def _layer_sizes(hidden: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a decoder layer's matrices as the exporter joins them: q, k and v; attention output; gate and up; down."""
+    inner = hidden * 8 // 3
+    return [(hidden * 5 // 3 // BLOCK * BLOCK, hidden), (hidden, hidden), (2 * inner // BLOCK * BLOCK, hidden), (hidden, inner // BLOCK * BLOCK)]
+
+
+def weight_seconds(weights: str, total: int, threads: int, rows: int = 1, hidden: int = WIDE) -> tuple[float, int, int]:
+    """(seconds, weight bytes, multiply-adds) of the matrices of as many layers of this width as `total` bytes need, on `rows` rows.
+
+    Only what one layer's matrix needs of the other's output is passed on: parts of it, by slicing.
+    """
     graph, random = Graph(), np.random.default_rng(0)
-    x, moved, count = graph.input("x", np.float32, [1, rows, narrow]), 0, 0
+    x, moved, count = graph.input("x", np.float32, [1, rows, hidden]), 0, 0
+    start, axis = graph.constant(np.zeros(1, np.int64)), graph.constant(np.array([2], np.int64))
     while moved < total:
-        x, up = _matrix(graph, x, wide, narrow, weights, random)
-        x, down = _matrix(graph, x, narrow, wide, weights, random)
-        moved, count = moved + up + down, count + 2
+        width = hidden
+        for outputs, inputs in _layer_sizes(hidden):
+            if inputs < width:
+                x = graph.node("Slice", [x, start, graph.constant(np.array([inputs], np.int64)), axis])
+            x, size = _matrix(graph, x, outputs, inputs, weights, random)
+            moved, count, width = moved + size, count + outputs * inputs, outputs
     graph.node("Identity", [x], ["y"])
-    graph.output("y", np.float32, [1, rows, narrow])
-    run = _Session(graph, {"x": np.ones((1, rows, narrow), np.float32)}, {"y": np.empty((1, rows, narrow), np.float32)}, threads)
-    return seconds(run), moved, count * wide * narrow * rows
+    graph.output("y", np.float32, [1, rows, hidden])
+    run = _Session(graph, {"x": np.ones((1, rows, hidden), np.float32)}, {"y": np.empty((1, rows, hidden), np.float32)}, threads)
+    return seconds(run), moved, count * rows
 
 
 def decoder_seconds(layers: int, threads: int) -> float:
@@ -135,22 +158,27 @@ def cache_seconds(element: str, total: int, threads: int, depth: int = 4096, gro
         "q_heads": heads * group, "kv_heads": heads, "key_dim": dim, "value_dim": dim, "body_slots": depth, "tail_slots": 16,
         "element": layout.ELEMENTS[element], "scale": 0.1,
     })  # fmt: skip
-    struct = native.LayerParams(**params)
+    attributes = {name: float(params[name]) if code == "f" else int(params[name]) for name, code, _ in layout.FIELDS}
+    struct, size = native.LayerParams(**params), layout.state_bytes(params)
     moved = heads * 2 * dim * layout.element_bytes(params) * (depth + 1)
-    states = []
-    for _ in range(max(1, -(-total // moved))):
-        states.append(native.new_state(struct))
-        view = layout.StateView(params, states[-1])
+    graph, width = Graph(), heads * (group + 2) * dim
+    packed, position = graph.input("packed", np.float32, [1, 1, width]), graph.input("position", np.int64, [1])
+    inputs = {"packed": np.full((1, 1, width), 0.1, np.float32), "position": np.full(1, depth, np.int64)}
+    outputs: dict[str, np.ndarray] = {}
+    layers = max(1, -(-total // moved))
+    for index in range(layers):
+        state = native.new_state(struct)
+        view = layout.StateView(params, state)
         view.body_pos[:] = np.arange(depth)
         view.body_k[:], view.body_v[:] = 0.1, 0.1
         view.header["body_count"] = view.header["tail_base"] = view.header["rank_base"] = depth
-    q, k = np.ones((1, heads * group, dim), np.float32), np.ones((1, heads, dim), np.float32)
-
-    def step() -> None:
-        for state in states:
-            native.attend(struct, q, k, k, depth, state, threads=threads)
-
-    return seconds(step), moved * len(states)
+        graph.input(f"s{index}", np.int8, [size])
+        graph.node("BoundedCacheAttention", [packed, "", "", position, f"s{index}"], [f"y{index}", f"t{index}"], "edgekv", **attributes)
+        graph.output(f"y{index}", np.float32, [1, 1, heads * group * dim])
+        graph.output(f"t{index}", np.int8, [size])
+        inputs[f"s{index}"] = outputs[f"t{index}"] = state.view(np.int8)
+        outputs[f"y{index}"] = np.empty((1, 1, heads * group * dim), np.float32)
+    return seconds(_Session(graph, inputs, outputs, threads)), moved * layers
 
 
 def calibrate(last_level_bytes: int, threads: int | None = None) -> dict[str, Any]:
@@ -158,24 +186,42 @@ def calibrate(last_level_bytes: int, threads: int | None = None) -> dict[str, An
     from edgekv.memory.detect import figure
 
     threads = threads or machine.default_threads()
-    total = min(max(3 * last_level_bytes, 48 << 20), 256 << 20, machine.available_memory() // 8)
+    total = min(max(8 * last_level_bytes, 128 << 20), 512 << 20, machine.available_memory() // 8)  # victim caches fade slowly
     few, many = decoder_seconds(4, threads), decoder_seconds(24, threads)
     layer = max((many - few) / 20, 0.0)
     source = f"timed on this machine with {threads} threads, ONNX Runtime and edgekv's kernels ({native.isa()}), load {machine.load():.2f}"
-    rates: dict[str, dict[str, Any]] = {"weight_rate": {}, "narrow_weight_rate": {}}
-    for name, size in (("weight_rate", WIDE), ("narrow_weight_rate", NARROW)):
-        for weights in ("int4", "int8", "fp32"):
-            took, moved, _ = weight_seconds(weights, total, threads, size=size)
-            rates[name][weights] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
-    cache = {}
-    for element in ("fp16", "fp32"):
-        took, moved = cache_seconds(element, total, threads)
-        cache[element] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
-    took, _, products = weight_seconds("int4", 4 << 20, threads, rows=256, size=(2048, 768))
+    took, _, products = weight_seconds("int4", 4 << 20, threads, rows=256, hidden=768)
     return {
         "step_overhead": figure(round(max(few - 4 * layer, 0.0) * 1e6, 1), "us", source, "measured"),
         "layer_overhead": figure(round(layer * 1e6, 1), "us", source, "measured"),
-        **rates,
-        "kv_rate": cache,
+        "weight_rate": _weight_rates(total, threads, source, WIDE),
+        "narrow_weight_rate": _weight_rates(total, threads, source, NARROW),
+        "kv_rate": _cache_rates(total, threads, source),
+        "on_chip": {
+            "weight_rate": _weight_rates(last_level_bytes // 3, threads, source, NARROW),
+            "kv_rate": _cache_rates(last_level_bytes // 3, threads, source),
+        } if last_level_bytes >= LEAST_ON_CHIP else None,
         "prefill_rate": figure(round(2 * products / took / 1e12, 4), "TOP/s", source, "measured"),
     }
+
+
+def _weight_rates(total: int, threads: int, source: str, hidden: int) -> dict[str, Any]:
+    """Weight rates by format, GB/s, over footprints of `total` bytes."""
+    from edgekv.memory.detect import figure
+
+    rates = {}
+    for weights in ("int4", "int8", "fp32"):
+        took, moved, _ = weight_seconds(weights, total, threads, hidden=hidden)
+        rates[weights] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
+    return rates
+
+
+def _cache_rates(total: int, threads: int, source: str) -> dict[str, Any]:
+    """KV rates by element, GB/s, over footprints of `total` bytes."""
+    from edgekv.memory.detect import figure
+
+    rates = {}
+    for element in ("fp16", "fp32"):
+        took, moved = cache_seconds(element, total, threads)
+        rates[element] = figure(round(moved / took / 1e9, 2), "GB/s", source, "measured")
+    return rates

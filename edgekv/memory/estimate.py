@@ -127,9 +127,9 @@ def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profi
     moved = step_bytes(shape, streamed, cache, position)
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
-    from_dram = moved.kv_read * (1.0 - stay.hit) + moved.kv_write
-    missed = {name: size * (1.0 - weight_hit) for name, size in streamed.items()}
-    work = Work(missed, from_dram, cache.policy.element, len(shape.layers), shape.hidden)
+    cache_bytes = moved.kv_read + moved.kv_write
+    hit = stay.hit * moved.kv_read / cache_bytes
+    work = Work(streamed, cache_bytes, cache.policy.element, len(shape.layers), shape.hidden, weight_hit, hit)
     return Decode(position, moved, stay, step_time(profile, work))
 
 

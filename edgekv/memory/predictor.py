@@ -32,7 +32,7 @@ CLASSES = {
     "gpu-generic": RateClass("gpu-generic", 11.15, 0.590, "llama.cpp on AGX Orin in early 2024"),
     "cpu": RateClass("cpu", 0.0, 0.669, "Ollama on Raspberry Pi 5 and Intel N150"),
 }
-NARROW_HIDDEN, WIDE_HIDDEN = 576, 4096  # widths at which calibrate times the weight rates
+NARROW_HIDDEN, WIDE_HIDDEN = 576, 2048  # widths at which calibrate times the weight rates
 PREFILL_SHARE = 0.3  # share of the dense tensor rate that prefill reaches; an assumption, not a fit: always printed as such
 
 
@@ -62,9 +62,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """What a decode step has to do: bytes from DRAM, and what decides at which rate they come.
+    """What a decode step has to do: the bytes it reads, and what decides at which rate they come.
 
-    weights: bytes by the format they have in memory (int4, int8, fp32, ...). hidden: width of the model.
+    weights: bytes by the format they have in memory (int4, int8, fp32, ...). hidden: width of the model. weight_hit and cache_hit:
+    shares of the bytes that come from on-chip memory.
     """
 
     weights: Mapping[str, float]
@@ -72,10 +73,18 @@ class Work:
     element: str = "fp16"  # of the cache
     layers: int = 0
     hidden: int = 4096
+    weight_hit: float = 0.0
+    cache_hit: float = 0.0
 
     @property
     def weight_bytes(self) -> float:
-        return sum(self.weights.values())
+        """Bytes of weights from DRAM."""
+        return sum(self.weights.values()) * (1.0 - self.weight_hit)
+
+
+def _seconds(size: float, hit: float, dram_rate: float, chip_rate: float | None) -> float:
+    """Time to read `size` bytes at rates in GB/s, the share `hit` of them at that of on-chip memory (as DRAM's where none was measured)."""
+    return size * ((1.0 - hit) / dram_rate + hit / (chip_rate or dram_rate)) / 1e9
 
 
 def rate_at(calibration: Mapping, weights: str, hidden: int) -> float | None:
@@ -100,15 +109,18 @@ def step_time(profile: Profile, work: Work, rates: str | None = None) -> StepTim
             told = ", ".join(f"{rate:.3g} GB/s {name} weights" for name, rate in weight_rates.items())
             basis = f"rates measured on this device: {told}, {cache_rate:g} GB/s {work.element} KV, {call:g} us per step and {layer:g} us per layer"
             overhead = (call + layer * work.layers) / 1e6
-            reading = sum(size / (weight_rates[name] * 1e9) for name, size in work.weights.items())
-            return StepTime(overhead, reading, work.cache_bytes / (cache_rate * 1e9), basis)
+            chip = measured.get("on_chip")
+            near = {name: chip["weight_rate"].get(name, {}).get("value") if chip else None for name in work.weights}
+            reading = sum(_seconds(size, work.weight_hit, weight_rates[name], near[name]) for name, size in work.weights.items())
+            near_cache = chip["kv_rate"][work.element]["value"] if chip else None
+            return StepTime(overhead, reading, _seconds(work.cache_bytes, work.cache_hit, cache_rate, near_cache), basis)
     cls = CLASSES[rates or profile.data["decode_on"]]
     peak = profile.peak_gbps
     if peak is None:
         raise UserError(f"The memory bandwidth of {profile.name} is unknown; run `edgekv devices detect` on the device.")
     rate = cls.efficiency * peak * 1e9
     basis = f"t0 {cls.step_ms:g} ms, {cls.efficiency:.0%} of {peak:.4g} GB/s (fitted to {cls.origin})"
-    return StepTime(cls.step_ms / 1e3, work.weight_bytes / rate, work.cache_bytes / rate, basis)
+    return StepTime(cls.step_ms / 1e3, work.weight_bytes / rate, work.cache_bytes * (1.0 - work.cache_hit) / rate, basis)
 
 
 @dataclass(frozen=True)

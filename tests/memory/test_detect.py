@@ -112,6 +112,17 @@ def test_stream_test_reads_memory_at_a_plausible_rate():
     assert 0.5 < stream.read_gbps(1, 1 << 20) < 2000
 
 
+@pytest.mark.parametrize("rates,held", [
+    ({1: 50, 2: 50, 4: 48, 8: 47, 16: 30, 32: 28, 64: 27}, 8),  # a share of a cache of 32 MiB
+    ({1: 50, 2: 50, 4: 48, 8: 47, 16: 46, 32: 44, 64: 12}, 32),  # all of it
+    ({1: 20, 2: 20, 4: 19, 8: 19, 16: 18, 32: 17, 64: 16}, 32),  # nothing to be seen: what the processor says
+])  # fmt: skip
+def test_the_share_of_a_cache_is_found_where_reads_slow_down(monkeypatch, rates, held):
+    monkeypatch.setattr(stream, "_rate", lambda size, threads, seconds: rates[size * threads >> 20])
+    monkeypatch.setattr(stream.machine, "available_memory", lambda: 8 << 30)
+    assert stream.held_on_chip(32 << 20, threads=2) == held << 20
+
+
 def test_detected_profile_fits_the_schema():
     import yaml
 

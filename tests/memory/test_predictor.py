@@ -89,7 +89,17 @@ def test_calibration_of_a_profile_replaces_the_fit():
         "kv_rate": {"fp16": figure(10, "GB/s"), "fp32": figure(15, "GB/s")},
         "prefill_rate": figure(0.2, "TOP/s"),
     }
+    data["calibration"]["on_chip"] = {
+        "weight_rate": {"int4": figure(40, "GB/s"), "int8": figure(None, "GB/s"), "fp32": figure(None, "GB/s")},
+        "kv_rate": {"fp16": figure(20, "GB/s"), "fp32": figure(30, "GB/s")},
+    }
     profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
+    resident = step_time(profile, Work({"int4": 1e9}, 1e8, weight_hit=1.0, cache_hit=0.5))
+    assert resident.weights == pytest.approx(0.025) and resident.cache == pytest.approx(0.0075)
+    assert step_time(profile, Work({"int8": 1e9}, 0, weight_hit=1.0)).weights == pytest.approx(0.04)  # not measured on chip: DRAM's rate
+    data["calibration"]["on_chip"] = None
+    profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
+    assert step_time(profile, Work({"int4": 1e9}, 0, weight_hit=1.0)).weights == pytest.approx(0.05)
     assert step_time(profile, Work({"int4": 1e9}, 1e8, layers=20)).total == pytest.approx(0.0005 + 20 * 1e-5 + 0.05 + 0.01)
     assert step_time(profile, Work({"int8": 1e9}, 1e8, "fp32")).total == pytest.approx(0.0005 + 0.04 + 1e8 / 15e9)
     narrow = step_time(profile, Work({"int4": 1e9}, 0, hidden=576)).weights

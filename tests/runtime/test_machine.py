@@ -4,6 +4,8 @@ import mmap
 
 import pytest
 
+import psutil
+
 from edgekv import machine
 
 
@@ -32,3 +34,32 @@ def test_mapped_tables_are_in_memory_before_they_are_used(tmp_path):
             machine.populate(inside)
             assert resident(inside / "model.onnx.data") == size
             assert resident(outside / "model.onnx.data") < size
+
+
+def anonymous_huge_pages() -> int:
+    with open("/proc/self/smaps_rollup", encoding="utf-8") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("AnonHugePages:"))
+
+
+def test_large_resident_blocks_become_huge_pages():
+    """Where the kernel has none of it, nothing changes and nothing fails."""
+    size = 64 << 20
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        for at in range(0, size, mmap.PAGESIZE):
+            block[at] = 1
+        before = anonymous_huge_pages()
+        turned = machine.huge_pages()
+        assert block[size - mmap.PAGESIZE] == 1
+        if turned == 0:
+            pytest.skip("this kernel makes no huge pages on request")
+        assert anonymous_huge_pages() - before >= size - (8 << 20)
+
+
+def test_blocks_that_are_mostly_empty_do_not_grow():
+    size = 64 << 20
+    machine.huge_pages()
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        block[0] = 1
+        before = psutil.Process().memory_info().rss
+        machine.huge_pages()
+        assert psutil.Process().memory_info().rss - before < 4 << 20
