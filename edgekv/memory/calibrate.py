@@ -25,6 +25,7 @@ BLOCK = 32
 BITS = {"int4": 4, "int8": 8}
 # Widths of the models whose matrices are timed: short rows and small matrices cost more per byte. predictor.rate_at knows them too.
 NARROW, WIDE = 576, 2048
+SAMPLE = 65537  # random numbers that are drawn and repeated to fill a matrix; a prime, so that rows differ
 LEAST_ON_CHIP = 24 << 20  # bytes of last cache level below which no model's weights stay in it
 
 
@@ -69,16 +70,16 @@ def _matrix(graph: Graph, x: str, outputs: int, inputs: int, weights: str, rando
     multiply a hundred times more slowly.
     """
     if weights not in BITS:
-        matrix = random.standard_normal((inputs, outputs), np.float32) / np.float32(inputs**0.5)
+        matrix = np.resize(random.standard_normal(SAMPLE, np.float32) / np.float32(inputs**0.5), (inputs, outputs))
         return graph.node("MatMul", [x, graph.constant(matrix)]), matrix.nbytes
     bits, blocks = BITS[weights], inputs // BLOCK
     if bits == 4:  # one more column per block holds offsets; the input gets the sums of its blocks appended
         x = graph.node("AppendBlockSums", [x], domain="edgekv")
         blocks += -(-blocks // BLOCK)
     shape = (outputs, blocks, BLOCK * bits // 8)
-    codes = random.integers(1, 256, shape, dtype=np.uint8)
+    codes = np.resize(random.integers(1, 256, SAMPLE, dtype=np.uint8), shape)
     if bits == 4:  # 1 to 15 in each half, 8 on average, which is the zero point
-        codes = random.integers(1, 16, shape, dtype=np.uint8) | random.integers(1, 16, shape, dtype=np.uint8) << 4
+        codes = np.resize(random.integers(1, 16, SAMPLE, dtype=np.uint8) | random.integers(1, 16, SAMPLE, dtype=np.uint8) << 4, shape)
     codes[:, inputs // BLOCK :] = 0x88  # no offsets
     scales = np.full((outputs, blocks), 12**0.5 / 2**bits / inputs**0.5, np.float32)
     zeros = np.full((outputs, -(-blocks * bits // 8)), 0x88 if bits == 4 else 0x80, np.uint8)
