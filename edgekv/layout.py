@@ -131,6 +131,11 @@ def keeps_scores(params: Mapping) -> bool:
     return params.get("keep", 0) == KEEPS["heavy"] and params.get("score", 0) == SCORES["attention"]
 
 
+def ranks_by_keys(params: Mapping) -> bool:
+    """Whether a compaction that evicts ranks tokens by their keys."""
+    return params.get("keep", 0) == KEEPS["heavy"] and params.get("score", 0) == SCORES["keys"]
+
+
 def is_selfindex(params: Mapping) -> bool:
     """Whether the body is compressed."""
     return params.get("format", 0) == FORMATS["selfindex"]
@@ -251,6 +256,10 @@ def check_params(params: Mapping) -> str | None:
             "sinks + window must fit the body",
         ),
         (0 <= p["observe"] <= p["tail_slots"], "observe must be between 0 and tail_slots"),
+        (
+            p["score"] != SCORES["keys"] or not (p["observe"] or p["score_normalise"]),
+            "observe and score_normalise must be 0 when score is 1 (keys): no query is observed",
+        ),
         (p["sliding_window"] >= 0, "sliding_window must not be negative"),
         (p["positions"] in POSITIONS.values(), "positions must be 0 (original) or 1 (cache)"),
         (

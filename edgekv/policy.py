@@ -26,8 +26,12 @@ __all__ = [
 BOUNDARIES = (256, 128, 64, 32, 16)  # choices for the boundary interval; a prefill block is never longer than the interval
 DEFAULT_SINKS = 4
 DEFAULT_OBSERVE = 16
-# Options of keep = heavy, with the values that ask for nothing.
-HEAVY_OPTIONS = {"window": (None, 0), "observe": (None, 0), "score_normalise": (None, False), "score_decay": (None, 1.0)}
+DEFAULT_SCORE = "attention"
+# Share of the body that the newest tokens take (heavy), by what the others are ranked by.
+DEFAULT_WINDOW = {"attention": 1 / 2, "keys": 1 / 4}
+# Options of keep = heavy, with the values that ask for nothing; those of scores by attention, of which keys have no use.
+ATTENTION_OPTIONS = {"observe": (None, 0), "score_normalise": (None, False), "score_decay": (None, 1.0)}
+HEAVY_OPTIONS = {"window": (None, 0), "score": (None,)} | ATTENTION_OPTIONS
 
 
 def round_up(count: int, to: int) -> int:
@@ -38,12 +42,13 @@ def round_up(count: int, to: int) -> int:
 class CachePolicy:
     """Which tokens a cache keeps and how it stores them. None means: chosen by plan().
 
-    keep             full: all; window: sinks + newest; heavy: sinks + newest `window` + most attended
+    keep             full: all; window: sinks + newest; heavy: sinks + newest `window` + highest ranked
     sinks            first tokens of the text that are never evicted (window and heavy; default 4)
-    window           newest tokens that are never evicted (heavy; default half the body)
-    observe          queries at the end of each boundary interval that score tokens (heavy; default 16, at most boundary)
-    score_normalise  rank by mean attention per observing query instead of the sum (heavy; default yes)
-    score_decay      factor on all scores at each boundary, 0..1 (heavy; default 1)
+    window           newest tokens that are never evicted (heavy; default DEFAULT_WINDOW of the body)
+    score            what the others are ranked by: the attention they received, or how little their keys are like all (heavy; default attention)
+    observe          queries at the end of each boundary interval that score tokens (attention; default 16, at most boundary)
+    score_normalise  rank by mean attention per observing query instead of the sum (attention; default yes)
+    score_decay      factor on all scores at each boundary, 0..1 (attention; default 1)
     element          fp16 or fp32: how keys and values are stored
     positions        original: keys keep the rotation of their place in the text; cache: of their rank in the cache
     boundary         E: tokens between two compactions, a multiple of 16
@@ -52,6 +57,7 @@ class CachePolicy:
     keep: str = "full"
     sinks: int | None = None
     window: int | None = None
+    score: str | None = None
     observe: int | None = None
     score_normalise: bool | None = None
     score_decay: float | None = None
@@ -61,6 +67,8 @@ class CachePolicy:
 
     def __post_init__(self):
         check_choice("keep", self.keep, layout.KEEPS)
+        if self.score is not None:
+            check_choice("score", self.score, layout.SCORES)
         check_choice("element", self.element, layout.ELEMENTS)
         check_choice("positions", self.positions, layout.POSITIONS)
         for name, least in (("sinks", 0), ("window", 0), ("observe", 0), ("boundary", LANES)):
@@ -86,6 +94,10 @@ class CachePolicy:
                 if getattr(self, name) not in neutral:
                     hint = "; the size of a window cache is its budget" if name == "window" else ""
                     raise UserError(f"{name.replace('_', ' ')} belongs to keep 'heavy', not to keep '{self.keep}'{hint}.")
+        elif (self.score or DEFAULT_SCORE) != "attention":
+            for name, neutral in ATTENTION_OPTIONS.items():
+                if getattr(self, name) not in neutral:
+                    raise UserError(f"{name.replace('_', ' ')} belongs to score 'attention'; keys need no query to be ranked.")
         if self.observe is not None and self.boundary is not None and self.observe > self.boundary:
             raise UserError(f"observe ({self.observe}) must not exceed the boundary interval ({self.boundary}).")
 
@@ -93,15 +105,19 @@ class CachePolicy:
         """The same policy with every default filled in for a body of body_slots tokens."""
         heavy = self.keep == "heavy"
         sinks = 0 if self.keep == "full" else DEFAULT_SINKS if self.sinks is None else self.sinks
+        score = (self.score or DEFAULT_SCORE) if heavy else None
+        attention = score == "attention"
         window = self.window
         if heavy and window is None:
-            window = min((body_slots // 2 + LANES // 2) // LANES * LANES, max(body_slots - sinks, 0))
+            share = int(body_slots * DEFAULT_WINDOW[score])
+            window = min((share + LANES // 2) // LANES * LANES, max(body_slots - sinks, 0))
         return dataclasses.replace(
             self,
             sinks=sinks,
             window=window if heavy else 0,
-            observe=(min(DEFAULT_OBSERVE, boundary) if self.observe is None else self.observe) if heavy else 0,
-            score_normalise=heavy and self.score_normalise is not False,
+            score=score,
+            observe=(min(DEFAULT_OBSERVE, boundary) if self.observe is None else self.observe) if attention else 0,
+            score_normalise=attention and self.score_normalise is not False,
             score_decay=1.0 if self.score_decay is None else float(self.score_decay),
             boundary=boundary,
         )
@@ -155,6 +171,7 @@ def layer_params(
         "observe": observe if heavy else 0,
         "score_normalise": int(heavy and policy.score_normalise),
         "score_decay": policy.score_decay if heavy else 1.0,
+        "score": layout.SCORES[policy.score] if heavy else 0,
         "sliding_window": geometry.sliding_window,
         "scale": geometry.scale,
         "softcap": geometry.softcap,
@@ -320,9 +337,11 @@ def describe(policy: CachePolicy, body_slots: int, context: int) -> str:
     elif policy.keep == "window":
         text = f"Keeps {sinks}{newest}"
     else:
-        by = "mean attention per query" if policy.score_normalise else "accumulated attention"
+        by = "the highest mean attention per query" if policy.score_normalise else "the highest accumulated attention"
+        if policy.score == "keys":
+            by = "keys least like all"
         rest = body_slots - policy.sinks - policy.window
-        text = f"Keeps {sinks}the newest {policy.window} and, per kv head, the {rest} others with the highest {by}"
+        text = f"Keeps {sinks}the newest {policy.window} and, per kv head, the {rest} others with {by}"
     text += f", and beside them the tokens since the last boundary (one every {policy.boundary} tokens)."
     stored = {"fp16": "half", "fp32": "single"}[policy.element]
     where = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from edgekv.layout import ELEMENTS, KEEPS, POSITIONS
+from edgekv.layout import ELEMENTS, KEEPS, POSITIONS, SCORES
 from edgekv.reference import ReferenceCache
 
 
@@ -30,9 +30,11 @@ def bounded_params(draw, positions=("original", "cache"), elements=("fp16", "fp3
     more = {"sinks": sinks, "sliding_window": draw(st.sampled_from([0, 0, 7, 40])), "softcap": draw(st.sampled_from([0.0, 2.0]))}
     if keep == "heavy":
         more["window"] = draw(st.integers(0, body - sinks))
-        more["observe"] = draw(st.integers(0, tail))
-        more["score_normalise"] = draw(st.integers(0, 1))
-        more["score_decay"] = draw(st.sampled_from([1.0, 0.9]))
+        more["score"] = SCORES[draw(st.sampled_from(sorted(SCORES)))]
+        if more["score"] == SCORES["attention"]:
+            more["observe"] = draw(st.integers(0, tail))
+            more["score_normalise"] = draw(st.integers(0, 1))
+            more["score_decay"] = draw(st.sampled_from([1.0, 0.9]))
     where = draw(st.sampled_from(positions))
     more |= {"rotary_dim": 6, "rotary_interleaved": draw(st.integers(0, 1))} if where == "cache" else {}
     more["q_heads"], more["kv_heads"] = draw(st.sampled_from([(4, 2), (3, 1), (2, 2)]))

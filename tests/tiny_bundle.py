@@ -60,6 +60,7 @@ def make(
     chunk=32,
     context=4096,
     sliding_window=0,
+    score="attention",
     template=TEMPLATE,
     generation=None,
     seed=0,
@@ -74,9 +75,10 @@ def make(
     rng = np.random.default_rng(seed)
     heads, kv_heads, dim, rotary = 4, 2, 16, 16
     inv_freq = (1.0 / 100.0 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32)
+    scored = keep == "heavy" and score == "attention"
     rules = policy.CachePolicy(
         keep=keep, sinks=0 if keep == "full" else sinks, window=kept // 2 if keep == "heavy" else 0,
-        observe=16 if keep == "heavy" else 0, score_normalise=keep == "heavy", score_decay=1.0,
+        score=score if keep == "heavy" else None, observe=16 if scored else 0, score_normalise=scored, score_decay=1.0,
         element=element, positions="original" if keep == "full" else positions, boundary=boundary,
     )  # fmt: skip
     geometry = LayerGeometry(

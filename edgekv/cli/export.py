@@ -14,14 +14,16 @@ from edgekv.errors import UserError
 @click.argument("model")
 @click.option("-o", "--output", "target", required=True, type=click.Path(path_type=Path), help="Folder of the new bundle.")
 @click.option("--keep", type=click.Choice(["full", "window", "heavy"]), default="full", show_default=True,
-              help="What stays in the cache: every token; sinks and newest; sinks, newest and most attended.")  # fmt: skip
+              help="What stays in the cache: every token; sinks and newest; sinks, newest and the heaviest others.")  # fmt: skip
 @click.option("--kv-budget", help="Size of the cache: bytes (2MiB), tokens (1024tok) or percent of the context (25%).")
 @click.option("--sinks", type=click.IntRange(0), help="First tokens of the text that are never evicted; default 4 (window, heavy).")
-@click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body.")
-@click.option("--observe", type=click.IntRange(0), help="Queries per boundary interval that score tokens (heavy); default 16.")
+@click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body, a quarter with --score keys.")
+@click.option("--score", type=click.Choice(["attention", "keys"]), help="Rank the others by the attention they received or by how "
+              "little their keys are like all, which takes no bytes (heavy); default attention.")  # fmt: skip
+@click.option("--observe", type=click.IntRange(0), help="Queries per boundary interval that score tokens (attention); default 16.")
 @click.option("--score-normalise/--no-score-normalise", default=None,
-              help="Rank tokens by mean attention per query instead of the sum (heavy); default yes.")  # fmt: skip
-@click.option("--score-decay", type=click.FloatRange(0, 1), help="Factor on scores at every boundary (heavy); default 1.")
+              help="Rank tokens by mean attention per query instead of the sum (attention); default yes.")  # fmt: skip
+@click.option("--score-decay", type=click.FloatRange(0, 1), help="Factor on scores at every boundary (attention); default 1.")
 @click.option("--positions", type=click.Choice(["original", "cache"]), default="original", show_default=True,
               help="Rotary position of a key: its place in the text, or its rank in the cache (text without end).")  # fmt: skip
 @click.option("--kv-type", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Numbers of the cache.")

@@ -50,12 +50,12 @@ def memory_by_owner(bundle: Bundle) -> dict[str, int]:
 
     owners: Counter[str] = Counter()
     for layer in bundle.layers:
-        plan = layout.state_layout(layer["params"])
+        plan, queries = layout.state_layout(layer["params"]), layout.itemised_bytes(layer["params"])["tail_q"]
         owners["kv body"] += plan.tail_k - plan.body_k
         owners["kv tail"] += plan.tail_q - plan.tail_k
-        owners["kv observed queries"] += plan.bytes - plan.tail_q
+        owners["kv observed queries"] += queries
         owners["kv scores"] += plan.body_k - plan.body_score
-        owners["kv positions and headers"] += plan.body_score
+        owners["kv positions and headers"] += plan.body_score + plan.bytes - plan.tail_q - queries
     owners["weights"] = bundle.weight_bytes
     owners["logits"] = 4 * bundle.model["vocab"]
     return dict(owners)

@@ -93,12 +93,12 @@ def arena_by_owner(layers: Iterable[Mapping]) -> dict[str, int]:
     """Bytes of all states by owner, exact: body, tail, observed queries, scores, positions and headers."""
     owners: Counter[str] = Counter()
     for params in layers:
-        at = layout.state_layout(params)
+        at, queries = layout.state_layout(params), layout.itemised_bytes(params)["tail_q"]
         owners["KV body"] += at.tail_k - at.body_k
         owners["KV tail"] += at.tail_q - at.tail_k
-        owners["KV observed queries"] += at.bytes - at.tail_q
+        owners["KV observed queries"] += queries
         owners["KV scores"] += at.body_k - at.body_score
-        owners["KV positions, headers"] += at.body_score
+        owners["KV positions, headers"] += at.body_score + at.bytes - at.tail_q - queries
     return {owner: size for owner, size in owners.items() if size}
 
 

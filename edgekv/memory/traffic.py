@@ -5,7 +5,8 @@ handled in passes of up to ROWS_PER_PASS[isa]; a pass loads each tile of 128 slo
 by slot, from the first to the last slot that one of its rows may see. A decode step is one pass: every visible byte once.
 
 A compaction reads and writes each kept token that changes its place or its rotation; with keep = heavy the observed queries pass
-over all keys once per register block to update the scores.
+over all keys once per register block to update the scores, or, when tokens are ranked by their keys and some have to go, all keys
+are read twice: for their sum and for their share in it.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ def compaction_traffic(
         moved_values = sum(source[i] != i or source[i] >= len(old) for i in range(len(new)))
         moved += moved_values * (params["value_dim"] * element + 4)
     read = written = moved
+    heads, padded = params["kv_heads"], -(-len(before[0]) // layout.LANES) * layout.LANES + params["tail_slots"]
+    if layout.ranks_by_keys(params) and len(before[0]) + params["tail_slots"] > params["body_slots"]:
+        read += 2 * heads * padded * params["key_dim"] * element
     if layout.keeps_scores(params):
-        count, heads = len(before[0]), params["kv_heads"]
+        count = len(before[0])
         row_block = ROWS_PER_PASS[isa] // 8
         passes = -(-params["observe"] * (params["q_heads"] // heads) // row_block)
-        padded = -(-count // layout.LANES) * layout.LANES + params["tail_slots"]
         read += passes * heads * padded * params["key_dim"] * element + heads * count * 8
         written += heads * len(after[0]) * 8
     return read, written

@@ -13,7 +13,7 @@ from edgekv.layout import StateView, read_keys, write_keys
 from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.rotary import rotate
-from edgekv.reference.scores import observe, ranking
+from edgekv.reference.scores import key_ranking, observe, ranking
 
 
 class ReferenceCache:
@@ -111,7 +111,8 @@ class ReferenceCache:
             raise UserError(f"compaction is for boundaries: position {position} is {rows} tokens after the last one.")
         keys, values, where = self.keys(rows), self.values(rows), self.positions(rows)
         score, pairs = self._scores(rows, keys, where)
-        kept = self._choose(ranking(score, pairs, bool(p["score_normalise"])))
+        by_keys = layout.ranks_by_keys(p)
+        kept = self._choose(key_ranking(keys) if by_keys else ranking(score, pairs, bool(p["score_normalise"])))
         count = kept.shape[1]
 
         ranks = self._ranks(rows)

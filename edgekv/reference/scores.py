@@ -1,7 +1,7 @@
-"""Accumulated attention, which heavy hitters are chosen by (H2O, arXiv 2306.14048).
+"""What heavy hitters are chosen by: accumulated attention (H2O, arXiv 2306.14048) or their keys (KeyDiff, arXiv 2504.15364).
 
 The decode step keeps no attention matrix. Instead the tail also holds its last queries, and compaction recomputes their
-softmax rows once per boundary interval, so only committed queries ever count.
+softmax rows once per boundary interval, so only committed queries ever count. Ranking by keys needs no query and stores nothing.
 """
 
 from __future__ import annotations
@@ -40,3 +40,14 @@ def observe(
 def ranking(score: np.ndarray, pairs: np.ndarray, normalise: bool) -> np.ndarray:
     """What tokens are ranked by: the sum, or the mean per observing pair (0 for a token nobody has observed)."""
     return score / np.maximum(pairs, np.finfo(np.float32).tiny) if normalise else score
+
+
+def key_ranking(keys: np.ndarray) -> np.ndarray:
+    """How little each key points where all of them together point: float32 [kv_heads, n] of keys float32 [kv_heads, n, key_dim].
+
+    Minus the cosine between a key and the sum of all keys at unit length, times that sum's length, which is the same for all
+    tokens of a head and does not change their order. Keys like many others are worth least; a key of zeros has rank 0.
+    """
+    length = np.sqrt(np.maximum((keys * keys).sum(-1, keepdims=True, dtype=np.float32), np.finfo(np.float32).tiny))
+    unit = keys / length
+    return -(unit * unit.sum(1, keepdims=True, dtype=np.float32)).sum(-1, dtype=np.float32)

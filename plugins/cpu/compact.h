@@ -101,6 +101,61 @@ inline void observe(const Compaction& c, int head, float* score, float* seen, fl
     observe_head<float>(c, head, score, seen, work);
 }
 
+// ---- rank_keys: how little each key is like all of them (KeyDiff, arXiv 2504.15364)
+
+// Calls use(first candidate, tokens, dimension d -> vector) for each block of 16 candidates, body first; lanes beyond `tokens` are 0.
+template <class E, class F>
+inline void each_key_block(const Compaction& c, int head, F use) {
+  const int dim = c.params.key_dim;
+  const struct {
+    const void* plane;
+    int slots, count, candidate;
+  } parts[2] = {{c.state.body_k, c.params.body_slots, c.body_count, 0}, {c.state.tail_k, c.params.tail_slots, c.tail_count, c.body_count}};
+  for (const auto& part : parts) {
+    const E* keys = static_cast<const E*>(part.plane) + int64_t(head) * part.slots * dim;
+    for (int b = 0; b < part.count; b += kLanes, keys += int64_t(dim) * kLanes) {
+      const int tokens = part.count - b < kLanes ? part.count - b : kLanes;
+      use(part.candidate + b, tokens, [&](int d) {
+        const Vec key = load(keys + d * kLanes);
+        return tokens == kLanes ? key : keep_lanes(key, 0, tokens, zero());
+      });
+    }
+  }
+}
+
+// work: one vector per dimension for the sum of all keys at unit length, then 1 / length of every key.
+template <class E>
+void rank_keys_head(const Compaction& c, int head, float* ranking, float* work) {
+  const int dim = c.params.key_dim;
+  float *sum = work, *inverse = work + dim * kLanes;
+  for (int d = 0; d < dim; ++d) store(sum + d * kLanes, zero());
+  each_key_block<E>(c, head, [&](int, int, auto key) {
+    Vec squares = zero();
+    for (int d = 0; d < dim; ++d) squares = fma(key(d), key(d), squares);
+    float length[kLanes];
+    store(length, max(squares, splat(1.17549435e-38f)));
+    for (int i = 0; i < kLanes; ++i) inverse[i] = 1.0f / __builtin_sqrtf(length[i]);
+    const Vec factor = load(inverse);
+    for (int d = 0; d < dim; ++d) store(sum + d * kLanes, fma(key(d), factor, load(sum + d * kLanes)));
+    inverse += kLanes;
+  });
+  for (int d = 0; d < dim; ++d) sum[d] = sum_lanes(load(sum + d * kLanes));
+  inverse = work + dim * kLanes;
+  each_key_block<E>(c, head, [&](int candidate, int tokens, auto key) {
+    Vec along = zero();
+    for (int d = 0; d < dim; ++d) along = fma(key(d), splat(sum[d]), along);
+    store_first(ranking + candidate, sub(zero(), mul(along, load(inverse))), tokens);
+    inverse += kLanes;
+  });
+}
+
+inline void rank_keys(const Compaction& c, int head, float* ranking, float* work) {
+  if (c.params.element == edgekv::kFloat16)
+    rank_keys_head<uint16_t>(c, head, ranking, work);
+  else
+    rank_keys_head<float>(c, head, ranking, work);
+}
+
 // ---- move: kept tokens to their new slots
 
 // Sixteen tokens on their way to one key block: where each lane's key starts, and the column of its rotation.

@@ -59,7 +59,7 @@ int check(const Compaction& c, const float* inv_freq, int64_t position, int64_t 
 int compact_state(const LayerParams& params, const float* inv_freq, void* state, int64_t bytes, int64_t position, int64_t rank_base,
                   Parallel& parallel) {
   if (check_state(params, state, bytes, position)) return 1;
-  if (params.format != kFormatDense || params.score != kScoreAttention) return fail("this library has no kernels for this cache yet");
+  if (params.format != kFormatDense) return fail("this library has no kernels for this cache yet");
   const Kernels& kernel = kernels();
   Compaction c = {};
   c.params = params;
@@ -76,10 +76,13 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   c.turn = (rank_base - c.new_count) - (header.rank_base - c.body_count);
   c.least_turn = c.turn - (candidates - c.new_count);
   c.turns = candidates - c.new_count + 1;
-  const bool scored = keeps_scores(params), rotates = params.positions == kPositionsCache && params.rotary_dim > 0;
+  const bool scored = keeps_scores(params), by_keys = ranks_by_keys(params) && candidates > params.body_slots;
+  const bool rotates = params.positions == kPositionsCache && params.rotary_dim > 0;
 
   const int64_t heads = params.kv_heads, per_head = rounded(candidates);
-  const int64_t work = scored ? rounded(kernel.row_block * (padded_candidates(c) + params.key_dim)) : 0;
+  int64_t work = 0;
+  if (scored) work = rounded(kernel.row_block * (padded_candidates(c) + params.key_dim));
+  if (by_keys) work = rounded(padded_candidates(c) + int64_t(EDGEKV_LANES) * params.key_dim);
   const int64_t table = rotates ? rounded(int64_t(params.rotary_dim / 2) * c.turns) : 0;
   Scratch scratch;
   float* memory = static_cast<float*>(scratch.reserve(size_t(2 * table + heads * (5 * per_head + work)) * sizeof(float)));
@@ -117,6 +120,7 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
       for (int i = 0; i < candidates; ++i)
         h.ranking[i] = params.score_normalise ? h.score[i] / std::max(h.seen[i], FLT_MIN) : h.score[i];
     }
+    if (by_keys) kernel.rank_keys(c, int(index), h.ranking, h.work);
     if (candidates <= params.body_slots)
       std::iota(h.kept, h.kept + candidates, 0);
     else if (keep_rule(params.keep)(params, candidates, h.ranking, h.kept, h.rule_work) && !refused.exchange(true))
@@ -142,6 +146,7 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
     read += blocks * heads * padded_candidates(c) * params.key_dim * element_bytes(params) + uint64_t(heads) * c.body_count * 8;
     written += uint64_t(heads) * c.new_count * 8;
   }
+  if (by_keys) read += 2 * heads * padded_candidates(c) * params.key_dim * element_bytes(params);
   header.traffic[kCompactRead] += read;
   header.traffic[kCompactWrite] += written;
   header.evicted += candidates - c.new_count;

@@ -13,7 +13,7 @@
 namespace edgekv {
 
 const Kernels& kernels_avx512() {
-  static const Kernels table = {"avx512", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
+  static const Kernels table = {"avx512", kRowBlock, prepare, attend, retrieve, merge, finish, observe, rank_keys, move};
   return table;
 }
 

@@ -13,7 +13,7 @@
 namespace edgekv {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = {"neon", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
+  static const Kernels table = {"neon", kRowBlock, prepare, attend, retrieve, merge, finish, observe, rank_keys, move};
   return table;
 }
 

@@ -12,7 +12,7 @@
 namespace edgekv {
 
 const Kernels& kernels_scalar() {
-  static const Kernels table = {"scalar", kRowBlock, prepare, attend, retrieve, merge, finish, observe, move};
+  static const Kernels table = {"scalar", kRowBlock, prepare, attend, retrieve, merge, finish, observe, rank_keys, move};
   return table;
 }
 

@@ -130,6 +130,8 @@ struct Kernels {
   // Adds to each candidate of a kv head the attention it gets from the observed queries and the number of them that see it.
   // work has row_block * (padded_candidates + key_dim) floats.
   void (*observe)(const Compaction&, int head, float* score, float* seen, float* work);
+  // Ranks each candidate of a kv head by how little its key is like all of them. work has padded_candidates + 16 key_dim floats.
+  void (*rank_keys)(const Compaction&, int head, float* ranking, float* work);
   // Moves the kept candidates (ascending, new_count of them) to the body slots 0, 1, ...: keys, values and positions.
   void (*move)(const Compaction&, int head, const int32_t* kept);
 };

@@ -4,6 +4,7 @@
 #include "append.cuh"
 #include "combine.cuh"
 #include "move.cuh"
+#include "rank_keys.cuh"
 
 namespace edgekv {
 namespace cuda {
@@ -92,6 +93,11 @@ inline size_t place_compaction(Compaction& c, unsigned char* workspace) {
     c.tiles = reinterpret_cast<float*>(take(kv * tiles_of(p) * c.query_rows * 2 * sizeof(float)));
     c.rows = reinterpret_cast<float*>(take(kv * c.query_rows * 2 * sizeof(float)));
   }
+  if (ranks_by_keys(p)) {
+    c.score = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
+    c.seen = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
+    c.tiles = reinterpret_cast<float*>(take(kv * tiles_of(p) * p.key_dim * sizeof(float)));
+  }
   return used;
 }
 
@@ -107,6 +113,11 @@ void launch_compaction(const Compaction& c, cudaStream_t stream) {
       EDGEKV_LAUNCH(observe_rows, dim3((c.query_rows + kThreads - 1) / kThreads, p.kv_heads), threads, 0, stream, c);
     }
     EDGEKV_LAUNCH(observe_columns<Elem>, tiles, threads, bytes, stream, c);
+  }
+  if (ranks_by_keys(p)) {
+    const size_t bytes = rank_keys_shared_bytes(p);
+    EDGEKV_LAUNCH(sum_keys<Elem>, tiles, threads, bytes, stream, c);
+    EDGEKV_LAUNCH(rank_keys<Elem>, tiles, threads, bytes, stream, c);
   }
   EDGEKV_LAUNCH(choose_slots, dim3(p.kv_heads), dim3(kChooseThreads), kChooseSharedBytes, stream, c);
   EDGEKV_LAUNCH(move_tokens<Elem>, dim3(p.kv_heads, move_slices(p), 2), dim3(kMoveThreads), 0, stream, c);

@@ -131,6 +131,9 @@ __global__ void commit_compaction(const Compaction c) {
   // Scoring reads all keys twice for every batch of query rows; moving was counted where it happened.
   const uint64_t batches = (c.query_rows + kObserveRowsPerWarp * kWarps - 1) / (kObserveRowsPerWarp * kWarps);
   h->traffic[kCompactRead] += 2 * batches * p.kv_heads * (uint64_t(tail.body) + p.tail_slots) * p.key_dim * (p.element == kFloat16 ? 2 : 4);
+  // Ranking by keys reads them three times: for their lengths, their sum and their share in it.
+  if (ranks_by_keys(p) && tail.body + p.tail_slots > p.body_slots)
+    h->traffic[kCompactRead] += 3 * uint64_t(p.kv_heads) * (uint64_t(tail.body) + p.tail_slots) * p.key_dim * (p.element == kFloat16 ? 2 : 4);
   h->evicted += tail.body + p.tail_slots - count;
   h->body_count = count;
   h->tail_base = c.position;

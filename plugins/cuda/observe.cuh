@@ -21,9 +21,9 @@ struct Compaction {
   int capacity;           // body_slots + tail_slots: room per kv head in the arrays below
   int query_rows;         // observe * q_heads / kv_heads
   // Workspace:
-  float* score;           // [kv_heads][capacity] of candidates
-  float* seen;            // [kv_heads][capacity]
-  float* tiles;           // [kv_heads][tiles][query_rows][2] maximum, sum
+  float* score;           // [kv_heads][capacity] of candidates: attention received, or the rank by keys
+  float* seen;            // [kv_heads][capacity] observing queries; by keys: 1 / length of the key
+  float* tiles;           // [kv_heads][tiles][query_rows][2] maximum, sum; by keys: [kv_heads][tiles][key_dim]
   float* rows;            // [kv_heads][query_rows][2] maximum, sum
   int* source;            // [kv_heads][body_slots] candidate that moves to each body slot
 };

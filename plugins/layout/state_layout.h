@@ -91,6 +91,9 @@ inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16
 // Whether attention scores and the queries that make them are stored.
 inline bool keeps_scores(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreAttention; }
 
+// Whether a compaction that evicts ranks tokens by their keys.
+inline bool ranks_by_keys(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreKeys; }
+
 // Bytes of the parts of a selfindex record.
 struct RecordLayout {
   size_t values, key_pairs, value_pairs, bytes;  // offsets (key magnitudes start at 0) and the padded size
@@ -158,6 +161,8 @@ inline const char* check_params(const LayerParams& p) {
   const int32_t free = packed ? p.body_slots : p.body_slots - p.sinks;  // slots that sinks do not take
   if (p.window < 0 || (p.keep == kKeepHeavy && p.window > free)) return "sinks + window must fit the body";
   if (p.observe < 0 || p.observe > p.tail_slots) return "observe must be between 0 and tail_slots";
+  if (p.score == kScoreKeys && (p.observe || p.score_normalise))
+    return "observe and score_normalise must be 0 when score is 1 (keys): no query is observed";
   if (p.sliding_window < 0) return "sliding_window must not be negative";
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
   if (p.rotary_dim < 0 || p.rotary_dim > p.key_dim || p.rotary_dim % 2) return "rotary_dim must be even and at most key_dim";

@@ -35,7 +35,7 @@ def refusal(*arguments, **options):
 
 
 def test_options_reach_the_bundle(llama, tmp_path):
-    code, _, err = run(llama, "-o", tmp_path / "made", "--keep", "heavy", "--sinks", 2, "--window", 32, "--observe", 16,
+    code, _, err = run(llama, "-o", tmp_path / "made", "--keep", "heavy", "--sinks", 2, "--window", 32, "--score", "attention", "--observe", 16,
                        "--kv-budget", "192tok", "--boundary", 32, "--chunk", 24, "--weights", "int8", "--kv-type", "fp32",
                        "--score-decay", 0.5, "--no-score-normalise", "--context", 300)  # fmt: skip
     assert code == 0, err

@@ -13,7 +13,7 @@ from edgekv.export.replan import geometries, replan
 from edgekv.generation.session import Session
 from edgekv.policy import CachePolicy, parse_budget
 
-HEAVY = CachePolicy(keep="heavy", positions="cache", boundary=16, observe=8)
+HEAVY = CachePolicy(keep="heavy", score="attention", positions="cache", boundary=16, observe=8)
 
 
 @pytest.fixture(scope="module")

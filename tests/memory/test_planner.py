@@ -17,18 +17,19 @@ from memory_shapes import shape
 NANO = profiles.load("orin-nano-8gb")
 
 
-def made(model, weights="int4", keep="full", budget=None, context=None, device=NANO):
+def made(model, weights="int4", keep="full", budget=None, context=None, device=NANO, score=None):
     s = shape(model)
-    cache = plan(CachePolicy(keep=keep), s.layers, parse_budget(budget) if budget else None, context or s.context)
+    cache = plan(CachePolicy(keep=keep, score=score), s.layers, parse_budget(budget) if budget else None, context or s.context)
     return s, FORMATS[weights], cache, planner.memory_plan(s, FORMATS[weights], cache, device)
 
 
-@pytest.mark.parametrize(("keep", "budget"), [("full", None), ("window", "2MiB"), ("heavy", "4MiB"), ("heavy", "25%")])
+@pytest.mark.parametrize(("keep", "budget"), [("full", None), ("window", "2MiB"), ("heavy by attention", "4MiB"), ("heavy by attention", "25%"), ("heavy by keys", "4MiB")])
 def test_arena_owners_sum_to_the_arena_and_never_exceed_the_budget(keep, budget):
-    _, _, cache, memory = made("smollm2", keep=keep, budget=budget, context=8192)
+    keep, _, score = keep.partition(" by ")
+    _, _, cache, memory = made("smollm2", keep=keep, score=score or None, budget=budget, context=8192)
     owners = planner.arena_by_owner(cache.layers)
     assert sum(owners.values()) == cache.arena_bytes == sum(line.bytes for line in memory.lines if line.owner.startswith("KV "))
-    assert ("KV scores" in owners) == ("KV observed queries" in owners) == (keep == "heavy")
+    assert ("KV scores" in owners) == ("KV observed queries" in owners) == (score == "attention")
     if budget and budget.endswith("MiB"):
         assert cache.arena_bytes <= int(budget[0]) << 20
 

@@ -80,6 +80,7 @@ POLICIES = {
     "window-without-sinks": {"keep": 1},
     "heavy": {"keep": 2, "sinks": 4, "window": 16, "observe": 16},
     "heavy-unobserved": {"keep": 2, "sinks": 1, "window": 8},
+    "heavy-by-keys": {"keep": 2, "sinks": 4, "window": 16, "score": 1},
     "sliding-window-layer": {"keep": 1, "body_slots": 48, "sliding_window": 48},
     "sliding-window-in-full": {"keep": 0, "body_slots": 320, "sliding_window": 40},
     "sliding-window-in-heavy": {"keep": 2, "sinks": 2, "window": 16, "observe": 16, "sliding_window": 70, "body_slots": 64},
@@ -127,7 +128,7 @@ def test_hidden_slots_are_not_read(hidden, sliding, isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("element", [0, 1])
 @pytest.mark.parametrize("positions", [0, 1])
-@pytest.mark.parametrize("name", ["full", "window", "window-without-sinks", "heavy", "heavy-unobserved"])
+@pytest.mark.parametrize("name", ["full", "window", "window-without-sinks", "heavy", "heavy-unobserved", "heavy-by-keys"])
 def test_compaction_counts_equal_the_formula(name, positions, element, isa):
     native.set_isa(isa)
     fed = Fed(params_of(**POLICIES[name], element=element, positions=positions if name != "full" else 0, rotary_dim=4))

@@ -6,6 +6,7 @@ from cache_cases import Runner, Text, make_params, repeat_heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgekv.layout import SCORES
 from edgekv.reference.keep.heavy import choose
 
 
@@ -120,9 +121,60 @@ def test_the_kept_set_keeps_changing_during_decode(normalise, decay, changes):
     assert sum(count > 0 for count in joined[50:]) >= 40 if changes else sum(joined[50:]) < 10
 
 
-def test_nothing_protected_still_evicts():
+def keydiff(keys: np.ndarray, body: int, sinks: int, window: int) -> list[int]:
+    """KeyDiff from its definition in float64, over the text of one kv head: positions kept at the end; keys [n, key_dim]."""
+    alive: list[int] = []
+    for boundary in range(16, len(keys) + 1, 16):
+        alive += range(boundary - 16, boundary)
+        if len(alive) > body:
+            unit = keys[alive].astype(np.float64)
+            unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+            anchor = unit.mean(0)
+            cosine = unit @ anchor / np.linalg.norm(anchor)
+            others = sorted(range(sinks, len(alive) - window), key=lambda i: (cosine[i], i))[: body - sinks - window]
+            alive = [alive[i] for i in sorted([*range(sinks), *others, *range(len(alive) - window, len(alive))])]
+    return alive
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(4, 16), (0, 0), (2, 30)])
+def test_ranked_by_keys_it_keeps_what_keydiff_keeps(sinks, window):
+    params = make_params("heavy", 48, sinks=sinks, window=window, score=SCORES["keys"])
+    text = Text(params, 320)
+    text.k += 0.5  # keys of a real head share a direction
+    runner = Runner(params)
+    runner.feed(text, 320)
+    want = [keydiff(text.k[:, head], 48, sinks, window) for head in range(2)]
+    assert [row.tolist() for row in runner.cache.state.body_pos] == want
+
+
+def test_ranked_by_keys_the_kept_set_keeps_changing_during_decode():
+    params = make_params("heavy", 64, sinks=4, window=16, score=SCORES["keys"])
+    runner, text, joined, previous = Runner(params), Text(params, 1600), [], set()
+    for _ in range(100):
+        runner.feed(text, 16)
+        positions = runner.cache.state.body_pos[:, : runner.cache.count]
+        heavy = {(h, int(p)) for h in range(2) for p in positions[h] if 4 <= p < runner.position - 32}
+        joined.append(len(heavy - previous))
+        previous = heavy
+    assert sum(count > 0 for count in joined[50:]) >= 40
+
+
+def test_a_token_unlike_the_others_survives():
+    """One old token whose key points away from all others stays; with the direction of the others it goes."""
+    for sign, stays in ((-1.0, True), (1.0, False)):
+        params = make_params("heavy", 32, window=8, score=SCORES["keys"])
+        text = Text(params, 320)
+        text.k = 0.3 * text.k + 1.0
+        text.k[5] = sign
+        runner = Runner(params)
+        runner.feed(text, 320)
+        assert [5 in row for row in runner.cache.state.body_pos] == [stays, stays]
+
+
+@pytest.mark.parametrize("options", [{"observe": 8}, {"score": SCORES["keys"]}])
+def test_nothing_protected_still_evicts(options):
     """sinks = 0 and window = 0: the body stays at its size and holds the best-ranked tokens alone."""
-    params = make_params("heavy", 16, observe=8)
+    params = make_params("heavy", 16, **options)
     runner = Runner(params)
     runner.feed(Text(params, 160), 160)
     assert runner.cache.count == 16 and runner.cache.state.header["evicted"] == 144

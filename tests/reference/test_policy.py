@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from edgekv.budget import Budget, parse_budget
 from edgekv.errors import UserError
-from edgekv.layout import KEEPS
+from edgekv.layout import KEEPS, SCORES
 from edgekv.policy import CachePolicy, LayerGeometry, layer_body_slots, layer_params, plan, round_up, state_bytes
 
 ROTARY = LayerGeometry(9, 3, 64, 64, 0.125, rotary_dim=64, inv_freq=(0.5,) * 32)
@@ -41,13 +41,14 @@ def test_other_budgets_are_refused(text):
 policies = st.builds(
     CachePolicy,
     keep=st.just("heavy"),
+    score=st.just("attention"),
     sinks=st.none() | st.integers(0, 40),
     window=st.none() | st.integers(0, 90),
     observe=st.none() | st.integers(0, 16),
     element=st.sampled_from(["fp16", "fp32"]),
     positions=st.sampled_from(["original", "cache"]),
     boundary=st.sampled_from([None, 16, 64, 256]),
-) | st.builds(CachePolicy, keep=st.sampled_from(["full", "window"]), boundary=st.sampled_from([None, 16, 48, 256]))
+) | st.builds(CachePolicy, keep=st.sampled_from(["full", "window", "heavy"]), boundary=st.sampled_from([None, 16, 48, 256]))
 
 
 @given(policies, st.integers(1, 6_000_000))
@@ -121,10 +122,23 @@ def test_positions_end_where_the_model_or_the_cache_ends():
     assert plan(CachePolicy(), MODEL, tokens, 2048).max_position == 512
 
 
-def test_default_heavy_protects_half_the_body():
-    made = plan(CachePolicy("heavy"), [ROTARY], Budget(tokens=1024), 8192)
-    assert (made.policy.window, made.policy.observe, made.policy.sinks) == (448, 16, 4)
-    assert made.layers[0]["window"] == 448 and made.layers[0]["score_normalise"] == 1
+@pytest.mark.parametrize(("score", "window", "observe"), [("attention", 448, 16), ("keys", 224, 0), (None, 448, 16)])
+def test_default_heavy_protects_a_share_of_the_body(score, window, observe):
+    made = plan(CachePolicy("heavy", score=score), [ROTARY], Budget(tokens=1024), 8192)
+    assert (made.policy.window, made.policy.observe, made.policy.sinks) == (window, observe, 4)
+    params = made.layers[0]
+    assert (params["window"], params["observe"], params["score"]) == (window, observe, SCORES[score or "attention"])
+    assert params["score_normalise"] == (score != "keys")
+
+
+def test_ranking_by_keys_takes_no_bytes():
+    """With the same budget in bytes a cache ranked by keys holds as many tokens as a window; scores by attention cost some."""
+    size = Budget(bytes=4 << 20)
+    window, keys, attention = (
+        plan(p, [ROTARY], size, 8192).capacity
+        for p in (CachePolicy("window"), CachePolicy("heavy", score="keys"), CachePolicy("heavy", score="attention"))
+    )
+    assert window == keys > attention
 
 
 @pytest.mark.parametrize(
@@ -136,7 +150,11 @@ def test_default_heavy_protects_half_the_body():
         ({"keep": "window", "window": 64}, "the size of a window cache is its budget"),
         ({"keep": "window", "observe": 4}, "observe belongs to keep 'heavy'"),
         ({"keep": "full", "score_decay": 0.5}, "score decay belongs to keep 'heavy'"),
-        ({"keep": "heavy", "observe": 32, "boundary": 16}, "must not exceed the boundary interval"),
+        ({"keep": "window", "score": "keys"}, "score belongs to keep 'heavy'"),
+        ({"keep": "heavy", "score": "values"}, "score must be"),
+        ({"keep": "heavy", "score": "keys", "observe": 8}, "observe belongs to score 'attention'"),
+        ({"keep": "heavy", "score": "keys", "score_normalise": True}, "score normalise belongs to score 'attention'"),
+        ({"keep": "heavy", "score": "attention", "observe": 32, "boundary": 16}, "must not exceed the boundary interval"),
         ({"keep": "heavy", "boundary": 20}, "multiple of 16"),
         ({"keep": "heavy", "boundary": 0}, "at least 16"),
         ({"keep": "heavy", "sinks": -1}, "at least 0"),
@@ -203,5 +221,5 @@ def test_untrusted_descriptions_are_refused(cls, obj, sentence):
 
 def test_the_policy_in_words():
     words = plan(CachePolicy("heavy"), [ROTARY], Budget(tokens=1024), 8192).describe()
-    for part in ("first 4 tokens", "newest 448", "444 others", "every 128 tokens", "half precision"):
+    for part in ("first 4 tokens", "newest 448", "444 others", "mean attention", "every 128 tokens", "half precision"):
         assert part in words

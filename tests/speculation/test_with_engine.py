@@ -23,6 +23,7 @@ POLICIES = {
     "window-original": {"keep": "window", "kept": 64, "positions": "original"},
     "heavy": {"keep": "heavy", "kept": 64},
     "heavy-fp32": {"keep": "heavy", "kept": 96, "element": "fp32", "positions": "original"},
+    "heavy-by-keys": {"keep": "heavy", "kept": 64, "score": "keys"},
     "sliding": {"keep": "heavy", "kept": 64, "sliding_window": 40},
 }
 

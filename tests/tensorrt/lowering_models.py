@@ -51,7 +51,7 @@ def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", p
     byte_tokenizer().save(str(source / "tokenizer.json"))
     policy = CachePolicy(
         keep=keep, sinks=0 if keep == "full" else 4, window=16 if keep == "heavy" else 0, observe=32 if keep == "heavy" else 0,
-        score_normalise=keep == "heavy", element="fp16", positions=positions, boundary=32,
+        score="attention" if keep == "heavy" else None, score_normalise=keep == "heavy", element="fp16", positions=positions, boundary=32,
     )  # fmt: skip
     budget = None if keep == "full" else parse_budget("128tok")
     target = folder / f"{name}-{weights}-{keep}"

@@ -25,11 +25,12 @@ def attend_work(library):
     return results
 
 
-def compact_work(library):
+def compact_work(library, **score):
     """Heavy-hitter compactions with turned keys and several groups of moved tokens; in the second, many tokens tie."""
     params = make_params(
-        "heavy", 288, 32, "fp16", "cache", sinks=4, window=16, observe=20, key_dim=72, value_dim=40, rotary_dim=6, q_heads=2, kv_heads=1
-    )
+        "heavy", 288, 32, "fp16", "cache", sinks=4, window=16, key_dim=72, value_dim=40, rotary_dim=6, q_heads=2, kv_heads=1,
+        **(score or {"observe": 20}),
+    )  # fmt: skip
     results = []
     for ties in (False, True):
         text = Text(params, 384)
@@ -37,7 +38,7 @@ def compact_work(library):
         runner.feed(text, 352)
         runner.speculate(text, 32)
         state = runner.cache.state
-        if ties:
+        if ties and state.tail_q.size:
             state.tail_q[:] = 0
             state.body_score[:] = np.random.default_rng(2).choice([0.0, 2.0, 50.0], state.body_score.shape, p=[0.4, 0.3, 0.3])
         cache = EmulatedCache(library, params, INV_FREQ, state.block)
@@ -46,7 +47,11 @@ def compact_work(library):
     return results
 
 
-WORK = {"attend.cuh": attend_work, "observe.cuh": compact_work, "choose.cuh": compact_work, "move.cuh": compact_work}
+def compact_by_keys_work(library):
+    return compact_work(library, score=1)
+
+
+WORK = {"attend.cuh": attend_work, "observe.cuh": compact_work, "rank_keys.cuh": compact_by_keys_work, "choose.cuh": compact_work, "move.cuh": compact_work}
 
 
 def differs(library, work, good) -> bool:

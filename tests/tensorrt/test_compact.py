@@ -54,12 +54,14 @@ def test_compaction_equals_the_oracle(library, params, boundaries, order, seed):
     assert_same_state(cache.view, runner.cache.state, params["positions"] == layout.POSITIONS["original"])
 
 
-@pytest.mark.parametrize("keep", ["window", "heavy"])
+@pytest.mark.parametrize("keep", ["window", "heavy", "heavy-by-keys"])
 def test_long_bodies(emulated, keep):
     """Several tiles and several groups of moved tokens, real head sizes, many ties among the ranked."""
     params = make_params(
-        keep, 416, 64, "fp16", "cache", sinks=4, q_heads=6, kv_heads=2, key_dim=72, value_dim=80, rotary_dim=6, scale=0.1
+        keep.partition("-")[0], 416, 64, "fp16", "cache", sinks=4, q_heads=6, kv_heads=2, key_dim=72, value_dim=80, rotary_dim=6, scale=0.1
     )
+    if keep == "heavy-by-keys":
+        params |= {"window": 128, "score": 1}
     if keep == "heavy":
         params |= {"window": 128, "observe": 40, "score_normalise": 1, "score_decay": 0.9}
     runner, cache = both(emulated, params, 64 * 9)

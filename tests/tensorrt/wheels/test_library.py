@@ -130,9 +130,9 @@ def test_cuda_12_6_compiles_the_kernels():
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     assert (major.value, minor.value) == (12, 6)
     kernels = [f"attend<{e}, {r}, {c}, {w}>" for e in ("__half", "float") for c in (1, 2, 4) for r, w in ((1, "false"), (2, "false"), (4, "false"), (4, "true"))]
-    kernels += [f"{k}<{e}>" for k in ("append_rows", "observe_tiles", "observe_columns", "move_tokens") for e in ("__half", "float")]
+    kernels += [f"{k}<{e}>" for k in ("append_rows", "observe_tiles", "observe_columns", "sum_keys", "rank_keys", "move_tokens") for e in ("__half", "float")]
     kernels += ["combine", "observe_rows", "choose_slots", "move_metadata", "commit_compaction"]
-    source = '#include "cuda/append.cuh"\n#include "cuda/combine.cuh"\n#include "cuda/move.cuh"\n'
+    source = '#include "cuda/append.cuh"\n#include "cuda/combine.cuh"\n#include "cuda/move.cuh"\n#include "cuda/rank_keys.cuh"\n'
     # The run-time compiler has no standard headers; these few names are all that state_layout.h takes from them.
     standard = {
         "cstddef": "namespace std { using size_t = decltype(sizeof(0)); } using std::size_t;",

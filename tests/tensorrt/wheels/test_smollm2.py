@@ -20,7 +20,7 @@ GGUF = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 POLICIES = {
     "full": (CachePolicy(keep="full", positions="original", boundary=64), None),
     "window": (CachePolicy(keep="window", sinks=4, positions="cache", boundary=64), "512tok"),
-    "heavy": (CachePolicy(keep="heavy", sinks=4, window=128, observe=64, positions="cache", boundary=64), "512tok"),
+    "heavy": (CachePolicy(keep="heavy", score="attention", sinks=4, window=128, observe=64, positions="cache", boundary=64), "512tok"),
 }
 
 
