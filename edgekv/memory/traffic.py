@@ -100,6 +100,8 @@ def compaction_traffic(
     before, after: positions in the body per kv head, ascending. turn: by how many rotary positions a token that keeps its slot
     is re-rotated: (new rank base - new count) - (old rank base - old count); 0 with original positions.
     """
+    if layout.is_selfindex(params):
+        return _packed_compaction(params, before, after, position)
     element = layout.element_bytes(params)
     tail_base = position - params["tail_slots"]
     rotates = params["positions"] == layout.POSITIONS["cache"] and params["rotary_dim"] > 0
@@ -123,5 +125,32 @@ def compaction_traffic(
         row_block = ROWS_PER_PASS[isa] // 8
         passes = -(-params["observe"] * (params["q_heads"] // heads) // row_block)
         read += passes * heads * padded * params["key_dim"] * element + heads * count * 8
+        written += heads * len(after[0]) * 8
+    return read, written
+
+
+def _packed_compaction(params: Mapping, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], position: int) -> tuple[int, int]:
+    """compaction_traffic of a compressed body: the tail is read, its sinks are copied, its other tokens are compressed and teach the
+    codebook; body tokens that stay move when their slot changes; ranking reads the stored keys and the new ones once."""
+    element, heads, dim, rows = layout.element_bytes(params), params["kv_heads"], params["key_dim"], params["tail_slots"]
+    tail_base, full = position - rows, (dim + params["value_dim"]) * element
+    to_sinks = min(max(params["sinks"] - tail_base, 0), rows)
+    added, count = rows - to_sinks, len(before[0])
+    token = layout.token_bytes(params) + 4
+    moved = filled = 0
+    for old, new in zip(before, after, strict=True):
+        slot_of = {p: i for i, p in enumerate(old)}
+        moved += sum(p < tail_base and slot_of[p] != i for i, p in enumerate(new))
+        filled += sum(p >= tail_base for p in new)
+    taught = heads * dim * 80 if added else 0
+    read = heads * rows * full + moved * token + taught
+    written = heads * to_sinks * full + (moved + filled) * token + taught + (heads * dim * 2 if added else 0)
+    scored = layout.keeps_scores(params)
+    if scored or (layout.ranks_by_keys(params) and count + added > params["body_slots"]):
+        magnitudes, _, pairs, _ = layout.record_parts(params)
+        read += heads * (count * (dim // 8 + magnitudes + pairs) + added * dim * element)
+    if scored:
+        sinks = min(params["sinks"], position)
+        read += (heads * sinks + params["observe"] * params["q_heads"]) * dim * element + heads * count * 8
         written += heads * len(after[0]) * 8
     return read, written

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "cpu/compact_packed.h"
 #include "cpu/dispatch.h"
 #include "cpu/error.h"
 #include "cpu/keep_rules/keep_rule.h"
@@ -59,7 +60,7 @@ int check(const Compaction& c, const float* inv_freq, int64_t position, int64_t 
 int compact_state(const LayerParams& params, const float* inv_freq, void* state, int64_t bytes, int64_t position, int64_t rank_base,
                   Parallel& parallel) {
   if (check_state(params, state, bytes, position)) return 1;
-  if (params.format != kFormatDense) return fail("this library has no kernels for this cache yet");
+  if (params.format == kFormatSelfIndex) return compact_packed(params, state, position, rank_base, parallel);
   const Kernels& kernel = kernels();
   Compaction c = {};
   c.params = params;

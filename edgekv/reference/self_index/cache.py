@@ -12,7 +12,7 @@ from edgekv.errors import CacheFullError, UserError
 from edgekv.layout import KEEPS, read_keys, write_keys
 from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
-from edgekv.reference.scores import observe, ranking
+from edgekv.reference.scores import key_ranking, observe, ranking
 from edgekv.reference.self_index import index_plane, signs
 from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unpack
 from edgekv.reference.self_index.transform import hadamard
@@ -158,7 +158,10 @@ class SelfIndexCache:
 
         kept = np.tile(np.arange(candidates), (p["kv_heads"], 1))
         if candidates > p["body_slots"]:  # sinks have planes of their own, so the rule sees none
-            kept = RULES[p["keep"]](p | {"sinks": 0}, ranking(score, pairs, bool(p["score_normalise"])))
+            ranks = ranking(score, pairs, bool(p["score_normalise"]))
+            if layout.ranks_by_keys(p):
+                ranks = key_ranking(np.concatenate([self.body()[0], tail_k[:, to_sinks:]], axis=1))
+            kept = RULES[p["keep"]](p | {"sinks": 0}, ranks)
         count = kept.shape[1]
         index_plane.write(s.index, _take(codes, kept))
         s.payload[:, :count] = _take(records, kept)
