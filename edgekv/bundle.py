@@ -12,7 +12,7 @@ Fields of manifest.json, format version 1:
     model                  name, architecture, layers, hidden, vocab (rows of the logits), context (trained positions),
                            bos_token_id (int or null), eos_token_ids (list of int), parameters (int or null)
     graph                  file, chunk (most rows of one prefill step), opset
-    policy                 the fields of CachePolicy, and boundary (E), budget (as the user gave it), words (one sentence)
+    policy                 the fields of CachePolicy (retrieve and rerank are what a run starts with), and boundary (E), budget (as the user gave it), words (one sentence)
     layers                 per decoder layer: params (every field of plugins/layout/attributes.def), bytes (of its state),
                            inv_freq (index into the table below, or null)
     inv_freq               list of rotary frequency tables, radians per position, [rotary_dim / 2] each
@@ -43,6 +43,7 @@ from typing import Any
 
 from edgekv import __version__, layout, protobuf
 from edgekv.errors import BundleError, UserError
+from edgekv.retrieval import MOST_RERANK, parse_retrieval
 
 FORMAT = "edgekv-bundle"
 VERSION = 1
@@ -115,7 +116,7 @@ class Bundle:
         """Tokens that a text may have; None: no end. A full body takes whole intervals only, then one more fits the tail."""
         params = [layer["params"] for layer in self.layers]
         full = [p for p in params if p.get("keep", 0) == layout.KEEPS["full"]]
-        ends = [p["body_slots"] // p["tail_slots"] * p["tail_slots"] + p["tail_slots"] for p in full]
+        ends = [layout.held_tokens(p) // p["tail_slots"] * p["tail_slots"] + p["tail_slots"] for p in full]
         if params[0].get("positions", 0) != layout.POSITIONS["cache"]:  # rotations beyond the trained range would be noise
             ends.append(self.model["context"])
         return min(ends, default=None)
@@ -127,10 +128,20 @@ class Bundle:
         Layers with a sliding window of the model's own are left out: nobody misses what no query can see.
         """
         bodies = [
-            p["body_slots"] for p in (layer["params"] for layer in self.layers)
+            layout.held_tokens(p) for p in (layer["params"] for layer in self.layers)
             if p.get("keep", 0) != layout.KEEPS["full"] and not p.get("sliding_window")
         ]  # fmt: skip
         return (min(bodies) // self.boundary + 1) * self.boundary if bodies else None
+
+    @property
+    def compressed(self) -> list[dict[str, Any]]:
+        """Parameters of the layers whose keys are compressed; empty for a dense cache."""
+        return [layer["params"] for layer in self.layers if layout.is_selfindex(layer["params"])]
+
+    @property
+    def first_loss(self) -> int | None:
+        """Tokens that are read when the cache first becomes an approximation: an eviction or a compression. None: never."""
+        return self.boundary if self.compressed else self.first_eviction
 
     @property
     def weight_bytes(self) -> int:
@@ -229,11 +240,23 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         rotary = layer["params"].get("rotary_dim", 0)
         demand(table is None or len(tables[table]) * 2 == rotary, f"layer {index}: its frequencies do not fit rotary_dim")
     demand(len({layer["params"]["tail_slots"] for layer in layers}) == 1, "layers have different boundary intervals")
+    if any(layout.is_selfindex(layer["params"]) for layer in layers):
+        _check_retrieval(manifest["policy"], demand)
 
     for name, entry in manifest["files"].items():
         demand(safe_name(name) and name != MANIFEST, f"the file name {name!r} leaves the bundle")
         good = isinstance(entry, dict) and _is_int(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
         demand(good, f"the entry of {name!r} lacks its size or hash")
+
+
+def _check_retrieval(policy: dict[str, Any], demand: Callable[[bool, str], None]) -> None:
+    try:
+        parse_retrieval(policy.get("retrieve"))
+        good = True
+    except UserError:
+        good = False
+    demand(good, "policy.retrieve does not say how many compressed tokens are attended to")
+    demand(_is_int(policy.get("rerank"), 1, MOST_RERANK), "policy.rerank is not a sensible number")
 
 
 def _check_params(layer: dict[str, Any], index: int, demand: Callable[[bool, str], None]) -> None:

@@ -159,6 +159,11 @@ def token_bytes(params: Mapping) -> int:
     return (params["key_dim"] + params["value_dim"]) * element_bytes(params)
 
 
+def held_tokens(params: Mapping) -> int:
+    """Tokens a layer can hold beside its tail; the sinks of a dense body are among its slots."""
+    return params["body_slots"] + (params.get("sinks", 0) if is_selfindex(params) else 0)
+
+
 def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Type and shape of every plane behind the header, in order; a plane that is not asked for holds nothing."""
     p = complete(params)
@@ -193,6 +198,35 @@ def itemised_bytes(params: Mapping) -> dict[str, int]:
     for name, (dtype, shape) in planes(params).items():
         items[name] = _align(math.prod(shape) * dtype.itemsize, 64)
     return items
+
+
+# Whose bytes a plane's are, for reports; what is not named here is positions and headers.
+_OWNERS = {
+    "body_score": "scores",
+    "body_seen": "scores",
+    "body_k": "body",
+    "body_v": "body",
+    "index": "index",
+    "payload": "compressed records",
+    "mean": "interval means",
+    "codebook": "codebook",
+    "code_seen": "codebook",
+    "sink_k": "sinks",
+    "sink_v": "sinks",
+    "tail_k": "tail",
+    "tail_v": "tail",
+    "tail_q": "observed queries",
+}
+OWNERS = (*dict.fromkeys(_OWNERS.values()), "positions and headers")
+
+
+def bytes_by_owner(params: Mapping) -> dict[str, int]:
+    """Bytes of the state by owner, in the order of OWNERS, owners of nothing left out; their sum is state_bytes(params)."""
+    owners = dict.fromkeys(OWNERS, 0)
+    for name, size in itemised_bytes(params).items():
+        owners[_OWNERS.get(name, OWNERS[-1])] += size
+    owners[OWNERS[-1]] += state_bytes(params) - sum(owners.values())
+    return {owner: size for owner, size in owners.items() if size}
 
 
 def state_layout(params: Mapping) -> Layout:

@@ -157,7 +157,7 @@ def _complete(traced: Any, geometry: Sequence[LayerGeometry], rotations: dict[in
 
 def _room(planned: Plan) -> int:
     """Tokens that fit without evicting any: a compaction when the text ends exactly at a boundary needs them all in the body."""
-    return min(max(planned.body_slots), planned.context)
+    return min(planned.held, planned.context)
 
 
 def _check_disk(folder: Path, needed: int, target: Path) -> None:

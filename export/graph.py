@@ -14,6 +14,7 @@ from edgekv.export import weights
 from edgekv.export.checkpoint import Reader
 from edgekv.export.passes import gelu, heads, linear, match, rms_norm, rotary, siblings
 
+SLOTS = 7  # the attention node's input for chosen slots
 FOLD_BYTES = 1 << 18  # constants up to this size are folded; larger ones are weights
 
 
@@ -57,7 +58,10 @@ def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rota
 
 
 def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Sequence[float]]) -> None:
-    """Writes every field of attributes.def, the frequency tables and the state sizes into the graph."""
+    """Writes every field of attributes.def, the frequency tables and the state sizes into the graph.
+
+    In front of the attention node of a compressed layer stands a node that chooses the tokens; other layers have none.
+    """
     sizes = [layout.state_bytes(p) for p in params]
     for node in match.attentions(model):
         index = node.attributes["layer"].value
@@ -71,6 +75,32 @@ def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Seq
         node.attributes["plugin_version"] = ir.AttrString("plugin_version", "1")
         node.inputs[4].shape = ir.Shape([sizes[index]])
         node.outputs[1].shape = ir.Shape([sizes[index]])
+        _drop_retrieval(model, node)
+        if layout.is_selfindex(complete):
+            _add_retrieval(node, complete["kv_heads"])
+
+
+def _drop_retrieval(model: ir.Model, node: ir.Node) -> None:
+    if len(node.inputs) <= SLOTS:
+        return
+    chosen = node.inputs[SLOTS]
+    node.resize_inputs(SLOTS)
+    if chosen is not None and chosen.producer() is not None:
+        model.graph.remove(chosen.producer(), safe=True)
+
+
+def _add_retrieval(node: ir.Node, kv_heads: int) -> None:
+    """slots int32 [kv_heads, T, k] from the node's own inputs, read before it appends the new rows to the state."""
+    node.resize_inputs(SLOTS)
+    retrieval = ir.Node(
+        match.EDGEKV, match.RETRIEVAL, list(node.inputs), list(node.attributes.values()), num_outputs=1, version=node.version
+    )
+    slots = retrieval.outputs[0]
+    slots.name = f"slots.{node.attributes['layer'].value}"
+    slots.shape, slots.type = ir.Shape([kv_heads, None, None]), ir.TensorType(ir.DataType.INT32)
+    match.before(node, retrieval)
+    node.resize_inputs(SLOTS + 1)
+    node.replace_input_with(SLOTS, slots)
 
 
 def finish(model: ir.Model) -> None:

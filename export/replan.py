@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
-from edgekv import bundle
+from edgekv import bundle, layout
 from edgekv.budget import Budget
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError, EdgekvError, UserError
@@ -106,7 +106,7 @@ def _manifest(source: Bundle, planned: Plan, params: list[dict], budget: Budget 
     layers = [
         {**layer, "params": p, "bytes": size} for layer, p, size in zip(source.layers, params, planned.state_bytes, strict=True)
     ]
-    same_numbers = old["policy"].get("element") == planned.policy.element
+    same_numbers = (old["policy"].get("element"), old["policy"].get("format", "dense")) == (planned.policy.element, planned.policy.format)
     return {
         **{name: value for name, value in old.items() if name not in ("format", "version", "created_by", "files")},
         "graph": {**old["graph"], "chunk": chunk},
@@ -127,14 +127,14 @@ def _with_sizes(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _compare(source: Bundle, new: Bundle, planned: Plan) -> None:
-    """Both read the parity text as far as neither evicts a token; only the precision of keys and values may differ."""
-    room = min(max(planned.body_slots), max(layer["params"]["body_slots"] for layer in source.layers), planned.context)
+    """Both read the parity text as far as neither evicts a token; only how keys and values are stored may differ."""
+    room = min(planned.held, max(layout.held_tokens(layer["params"]) for layer in source.layers), planned.context)
     text = Tokenizer.from_file(str(source.folder / "tokenizer.json")).encode(parity.TEXT).ids
     ids = np.asarray([i for i in text if i < source.model["vocab"]][: min(room, parity.MOST_TOKENS)], np.int64)
     if ids.size < 2:
         raise UserError(f"The caches are too small to compare {new.folder.name} with {source.folder}; use --no-parity.")
     try:
-        found = parity.compare(parity.bundle_logits(source, ids), parity.bundle_logits(new, ids), ids)
+        logits = parity.bundle_logits(source, ids), parity.bundle_logits(new, ids)
     except UserError:
         raise
     except EdgekvError as error:
@@ -142,4 +142,5 @@ def _compare(source: Bundle, new: Bundle, planned: Plan) -> None:
     elements = {source.manifest["policy"].get("element"), planned.policy.element}
     # Integer formats round activations as well, and another boundary makes other blocks of rows: the last bit of a sum can move a code.
     stored = "int8" if source.manifest["weights"]["format"] in ("int8", "int4") else "fp32"
-    parity.judge(found, parity.LIMITS[stored, "fp32" if elements == {"fp32"} else "fp16"])
+    exact = min((b.boundary for b in (source, new) if b.compressed), default=None)
+    parity.judged(*logits, ids, parity.LIMITS[stored, "fp32" if elements == {"fp32"} else "fp16"], exact)

@@ -66,25 +66,32 @@ def make(
     seed=0,
     tokenizer=None,
     files=None,
+    cache="dense",
+    value_bits=4,
+    retrieve="all",
+    rerank=4,
     change=lambda manifest: None,
 ):
     """Writes a bundle to `folder` and returns it.
 
-    `kept` body slots per layer; `files` name -> bytes of further files; `change` may edit the manifest before sealing.
+    `kept` body slots per layer; with cache = selfindex beside `sinks` planes, also for keep = full. `files` name -> bytes of further files; `change` may edit the manifest before sealing.
     """
     rng = np.random.default_rng(seed)
     heads, kv_heads, dim, rotary = 4, 2, 16, 16
     inv_freq = (1.0 / 100.0 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32)
     scored = keep == "heavy" and score == "attention"
+    packed = {"format": cache, "value_bits": value_bits, "retrieve": retrieve, "rerank": rerank} if cache == "selfindex" else {}
     rules = policy.CachePolicy(
-        keep=keep, sinks=0 if keep == "full" else sinks, window=kept // 2 if keep == "heavy" else 0,
+        keep=keep, sinks=0 if keep == "full" and not packed else sinks, window=kept // 2 if keep == "heavy" else 0,
         score=score if keep == "heavy" else None, observe=16 if scored else 0, score_normalise=scored, score_decay=1.0,
-        element=element, positions="original" if keep == "full" else positions, boundary=boundary,
+        element=element, positions="original" if keep == "full" or packed else positions, boundary=boundary, **packed,
     )  # fmt: skip
     geometry = LayerGeometry(
         heads, kv_heads, dim, dim, dim**-0.5, sliding_window=sliding_window, rotary_dim=rotary, inv_freq=tuple(inv_freq.tolist())
     )
-    params = [layout.complete(policy.layer_params(rules, geometry, index, kept, fused_rotary=True)) for index in range(layers)]
+    params = [
+        layout.complete(policy.layer_params(rules, geometry, index, kept, fused_rotary=True, context=context)) for index in range(layers)
+    ]
     with bundle.create(folder) as partial:
         onnx.save_model(
             _graph(params, inv_freq, rng, attention, follows or {}),
@@ -142,10 +149,11 @@ def _graph(params, inv_freq, rng, attention, follows):
             for n, w in widths.items()
         )
         attributes = {name: float(p[name]) if code == "f" else int(p[name]) for name, code, _ in layout.FIELDS}
-        y = node(
-            "BoundedCacheAttention", [q, k, v, "position", f"state.{i}", cos, sin], [f"y{i}", f"state.{i}.out"], "edgekv",
-            inv_freq=[float(f) for f in inv_freq], plugin_namespace="", plugin_version="1", **attributes,
-        )  # fmt: skip
+        attributes |= {"inv_freq": [float(f) for f in inv_freq], "plugin_namespace": "", "plugin_version": "1"}
+        given = [q, k, v, "position", f"state.{i}", cos, sin]
+        if layout.is_selfindex(p):
+            given = [*given, node("SignVQRetrieval", given, f"slots.{i}", "edgekv", **attributes)]
+        y = node("BoundedCacheAttention", given, [f"y{i}", f"state.{i}.out"], "edgekv", **attributes)
         out = rng.normal(0, 0.03 * attention, (p["q_heads"] * p["value_dim"], VOCAB)).astype(np.float32)
         x = node("Add", [x, node("MatMul", [y, constant(f"wo{i}", out)], f"o{i}")], f"x{i + 1}")
     table = rng.normal(0, 1, (VOCAB, VOCAB)).astype(np.float32) if not follows else np.zeros((VOCAB, VOCAB), np.float32)

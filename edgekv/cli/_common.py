@@ -33,6 +33,21 @@ verify_option = click.option(
 )
 
 
+def check_retrieval(bundle: Any, amount: Any, rerank: int | None) -> None:
+    """Raises UserError when --retrieve or --rerank is given and the bundle has no index."""
+    if (amount is not None or rerank is not None) and not bundle.compressed:
+        raise UserError(
+            f"{bundle.folder} has no index to retrieve tokens from: its cache is dense and every token in it is attended to; "
+            "export with --cache selfindex."
+        )
+
+
+def set_retrieval(loaded: Any, amount: Any, rerank: int | None) -> None:
+    """What --retrieve and --rerank say, over what the bundle says."""
+    if amount is not None or rerank is not None:
+        loaded.retrieve(amount or loaded.retrieval, rerank)
+
+
 def read_text(path: Path) -> str:
     """A text file, which must be UTF-8; raises UserError."""
     try:

@@ -30,12 +30,14 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="A UTF-8 text of your own; default: six chapters of a novel.")
 @click.option("--tokens", type=click.IntRange(0, MOST_TOKENS), default=4096, show_default=True,
               help="Most tokens of the text for perplexity and agreement; 0 leaves them out.")  # fmt: skip
-@click.option("--reference", type=click.Path(path_type=Path), help="Bundle that the others are compared with; default: the first that keeps every token.")
+@click.option("--reference", type=click.Path(path_type=Path), help="Bundle that the others are compared with; default: the first that keeps every token as it is.")
 @click.option("--tasks", default="passkey", show_default=True,
               help="Retrieval tasks, separated by commas: passkey, multi-key, multi-value, variable-tracking; all; none.")  # fmt: skip
 @click.option("--lengths", default="1024,2048", show_default=True, callback=_lengths, help="Prompt lengths of the retrieval tasks, in tokens.")
 @click.option("--depths", type=click.IntRange(1, 100), default=5, show_default=True, help="Depths at which facts are hidden, from start to end.")
 @click.option("--trials", type=click.IntRange(1, 1000), default=1, show_default=True, help="Prompts per length and depth.")
+@click.option("--retrieve", help="Compressed tokens that a row attends to, instead of what the bundles say: 96, 7.5% or all (selfindex).")
+@click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys.")
 @click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, show_default=True, help="Of facts and haystacks.")
 @_common.threads_option
 @_common.verify_option
@@ -44,7 +46,7 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple
 @click.option("--png", type=click.Path(path_type=Path), help="Write the charts to this folder (needs edgekv[charts]).")
 def command(
     bundles: tuple[Path, ...], text_file: Path | None, reference: Path | None, tasks: str, verify: bool, as_json: bool,
-    html: Path | None, png: Path | None, **options: Any,
+    html: Path | None, png: Path | None, retrieve: str | None, rerank: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Measure what the caches of BUNDLES cost: perplexity of a text, agreement with the full cache, facts found in long prompts.
 
@@ -54,7 +56,9 @@ def command(
     from edgekv import bundle as loader
     from edgekv.quality import evaluate, page, tables, text
     from edgekv.quality.tasks import TASKS
+    from edgekv.retrieval import parse_retrieval
 
+    amount = parse_retrieval(retrieve) if retrieve is not None else None
     names = {"all": tuple(TASKS), "none": ()}.get(tasks)
     chosen = evaluate.check_tasks([t.strip() for t in tasks.split(",")]) if names is None else names
     if not chosen and not options["tokens"]:
@@ -68,9 +72,11 @@ def command(
         if not same:
             opened.append(loader.open_bundle(reference, verify))
         index = same[0] if same else len(opened) - 1
+    if (amount is not None or rerank is not None) and not any(b.compressed for b in opened):
+        raise UserError("--retrieve and --rerank are for caches with an index, and none of these bundles has one; export with --cache selfindex.")
     quiet = as_json or not sys.stderr.isatty()
     try:
-        made = evaluate.evaluate(opened, index, prose, evaluate.Options(tasks=chosen, **options), _silent if quiet else _progress)
+        made = evaluate.evaluate(opened, index, prose, evaluate.Options(tasks=chosen, retrieve=amount, rerank=rerank, **options), _silent if quiet else _progress)
     finally:
         if not quiet:
             _progress("")

@@ -16,7 +16,13 @@ from edgekv.errors import UserError
 @click.option("--keep", type=click.Choice(["full", "window", "heavy"]), default="full", show_default=True,
               help="What stays in the cache: every token; sinks and newest; sinks, newest and the heaviest others.")  # fmt: skip
 @click.option("--kv-budget", help="Size of the cache: bytes (2MiB), tokens (1024tok) or percent of the context (25%).")
-@click.option("--sinks", type=click.IntRange(0), help="First tokens of the text that are never evicted; default 4 (window, heavy).")
+@click.option("--cache", "format", type=click.Choice(["dense", "selfindex"]), default="dense", show_default=True,
+              help="How keys and values are stored: as they are, or compressed to about a fifth, with keys that are their own index.")  # fmt: skip
+@click.option("--value-bits", type=click.Choice(["2", "4", "8"]), callback=lambda ctx, option, text: text and int(text),
+              help="Bits per number of a compressed value (selfindex); default 4.")  # fmt: skip
+@click.option("--retrieve", help="Compressed tokens that a generated token attends to: 96, 7.5% or all (selfindex); default 7.5%.")
+@click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys (selfindex); default 4.")
+@click.option("--sinks", type=click.IntRange(0), help="First tokens of the text that are never evicted (window, heavy; default 4) or compressed (selfindex; default 64).")
 @click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body, a quarter with --score keys.")
 @click.option("--score", type=click.Choice(["attention", "keys"]), help="Rank the others by the attention they received or by how "
               "little their keys are like all, which takes no bytes (heavy); default attention.")  # fmt: skip

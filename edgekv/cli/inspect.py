@@ -29,36 +29,41 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
     if as_json:
         shown = {name: value for name, value in opened.manifest.items() if name not in ("layers", "inv_freq")}
         layers = [{"bytes": layer["bytes"], **layer["params"]} for layer in opened.layers]
-        click.echo(json.dumps({**shown, "policy_in_words": words, "memory_by_owner": memory, "layers": layers, "verified": verify}))
+        click.echo(json.dumps({**shown, "policy_in_words": words, "memory_by_owner": memory, "arena_by_plane": bytes_by_plane(opened), "layers": layers, "verified": verify}))
         return
     _show(opened, memory, words, verify)
 
 
 def policy_in_words(bundle: Bundle) -> str:
     """The cache policy as sentences, made from the manifest's figures, not from a stored text."""
-    from edgekv import policy
+    from edgekv import layout, policy
 
     known = {field.name for field in dataclasses.fields(policy.CachePolicy)}
     rules = policy.CachePolicy.from_json({k: v for k, v in bundle.manifest["policy"].items() if k in known})
-    body = max(layer["params"]["body_slots"] for layer in bundle.layers)
-    return policy.describe(rules.resolve(body, bundle.boundary), body, bundle.model["context"])
+    held = max(layout.held_tokens(layer["params"]) for layer in bundle.layers)
+    return policy.describe(rules.resolve(held, bundle.boundary), held, bundle.model["context"])
 
 
 def memory_by_owner(bundle: Bundle) -> dict[str, int]:
-    """Bytes that a run will hold, by owner. The first five are the arena, plane by plane, exact; weights are the files' size."""
+    """Bytes that a run will hold, by owner. Those that begin with kv are the arena, exact; weights are the files' size."""
     from edgekv import layout
 
-    owners: Counter[str] = Counter()
+    arena: Counter[str] = Counter()
     for layer in bundle.layers:
-        plan, queries = layout.state_layout(layer["params"]), layout.itemised_bytes(layer["params"])["tail_q"]
-        owners["kv body"] += plan.tail_k - plan.body_k
-        owners["kv tail"] += plan.tail_q - plan.tail_k
-        owners["kv observed queries"] += queries
-        owners["kv scores"] += plan.body_k - plan.body_score
-        owners["kv positions and headers"] += plan.body_score + plan.bytes - plan.tail_q - queries
-    owners["weights"] = bundle.weight_bytes
-    owners["logits"] = 4 * bundle.model["vocab"]
-    return dict(owners)
+        arena.update(layout.bytes_by_owner(layer["params"]))
+    owners = {f"kv {owner}": arena[owner] for owner in layout.OWNERS if arena[owner]}
+    return {**owners, "weights": bundle.weight_bytes, "logits": 4 * bundle.model["vocab"]}
+
+
+def bytes_by_plane(bundle: Bundle) -> dict[str, int]:
+    """Bytes of the arena by plane of the state layout, all layers, each plane with its padding; headers hold the layers' own padding."""
+    from edgekv import layout
+
+    planes: Counter[str] = Counter()
+    for layer in bundle.layers:
+        planes.update(layout.itemised_bytes(layer["params"]))
+    planes["header"] += bundle.arena_bytes - sum(planes.values())
+    return {name: size for name, size in planes.items() if size}
 
 
 def _show(bundle: Bundle, memory: dict[str, int], words: str, verify: bool) -> None:
@@ -95,6 +100,8 @@ def _show(bundle: Bundle, memory: dict[str, int], words: str, verify: bool) -> N
     rows = [(owner, f"{mebibytes(count):>12}  {count / total:6.1%}") for owner, count in memory.items() if count]
     arena = sum(count for owner, count in memory.items() if owner.startswith("kv "))
     table("Memory by owner", [*rows, ("all", f"{mebibytes(total):>12}"), ("of it KV arena", f"{mebibytes(arena):>12}  {arena} bytes")])
+    if bundle.compressed:
+        table("Arena by plane of the state", [(name, f"{count:>12} bytes") for name, count in bytes_by_plane(bundle).items()])
     parity = manifest.get("parity")
     if parity:
         table("Parity with the original model", [(name.replace("_", " "), _figure(value)) for name, value in parity.items()])
@@ -113,6 +120,8 @@ def _shape(params: dict[str, Any]) -> str:
         f"{name(layout.KEEPS, params.get('keep', 0))}: body {params['body_slots']} + tail {params['tail_slots']} tokens, "
         f"{name(layout.ELEMENTS, params.get('element', 1))}"
     )
+    if layout.is_selfindex(params):
+        text += f" in sinks and tail, else compressed: {layout.token_bytes(params)} bytes per token and kv head, {params['value_bits']}-bit values"
     return text + (f", sliding window {params['sliding_window']}" if params.get("sliding_window") else "")
 
 

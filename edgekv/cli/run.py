@@ -14,6 +14,7 @@ import click
 from edgekv.cli import _common, _traffic
 from edgekv.cli._drafting import Drafting, byte_limit
 from edgekv.errors import UserError
+from edgekv.retrieval import parse_retrieval
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Options:
 @click.option("--draft", help="Draft tokens for the model to verify, same text but faster: a bundle, ngram, self or self:WINDOW.")
 @click.option("--gamma", type=click.IntRange(1, 16), help="Tokens per draft; default: as many as pay, none where none do.")
 @click.option("--compare", is_flag=True, help="Generate without drafts first, and report the speed-up.")
+@click.option("--retrieve", help="Compressed tokens that a generated token attends to: 96, 7.5% or all; default: the bundle's (--cache selfindex).")
+@click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys.")
 @click.option("--kv-limit", help="Refuse to start when the KV caches of model and draft take more, like 3MiB.")
 @_common.threads_option
 @_common.engine_option
@@ -66,6 +69,8 @@ def command(
     draft: str | None,
     gamma: int | None,
     compare: bool,
+    retrieve: str | None,
+    rerank: int | None,
     kv_limit: str | None,
     threads: int | None,
     kind: str,
@@ -92,6 +97,7 @@ def command(
     if compare and chat:
         raise UserError("--compare runs one prompt twice, which a conversation is not; leave out --chat.")
     limit = byte_limit(kv_limit)
+    amount = parse_retrieval(retrieve) if retrieve is not None else None
     if any(not text for text in stop):
         raise UserError("--stop needs a text that is not empty.")
     interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -110,6 +116,7 @@ def command(
     from edgekv.generation.session import Session
 
     opened = bundles.open_bundle(bundle, verify)
+    _common.check_retrieval(opened, amount, rerank)
     settings = SamplingOptions(**_sampling(opened.manifest.get("generation", {}), sampling))
     runner = _Chat if chat else _Completion
     run = runner(opened, options, prompt, system, interactive)
@@ -117,6 +124,7 @@ def command(
     account = _traffic.Traffic(traffic, traffic_json, traffic_html, device)
     loaded = engine.load(opened, threads, kind=kind, **drafting.engine_options)
     try:
+        _common.set_retrieval(loaded, amount, rerank)
         loaded = account.engine(loaded)
         session = Session(loaded)
         drafting.start(loaded)

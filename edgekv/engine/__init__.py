@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from edgekv.bundle import Bundle
+from edgekv.retrieval import Retrieval
 
 KINDS = ("onnxruntime", "tensorrt")
 
@@ -22,6 +23,21 @@ class Occupancy(NamedTuple):
     used: int  # bytes of keys and values of committed tokens, all layers
     kept: int  # tokens kept, in the layer that keeps most
     evicted: int  # tokens dropped so far, in the layer that keeps most
+
+
+class Reads(NamedTuple):
+    """What the attention steps of a compressed cache read since the cache was emptied, counted by the kernels."""
+
+    steps: int  # of the model
+    index_bytes: int  # sign codes that were scanned, all layers
+    payload_bytes: int  # records of compressed tokens, all layers
+    retrieved: int  # compressed tokens that a generated token attends to now, in the layer that holds most
+    compressed: int  # compressed tokens there
+
+    def since(self, before: Reads) -> Reads:
+        """What was read after `before`."""
+        more = (now - then for now, then in zip(self[:3], before[:3], strict=True))
+        return Reads(*more, self.retrieved, self.compressed)
 
 
 class Engine(Protocol):
@@ -36,6 +52,7 @@ class Engine(Protocol):
     observe: int  # tokens at the end of an interval whose queries decide what compaction keeps, and that `foresee` takes; 0: none
     threads: int
     arena: np.ndarray  # uint8 [bytes], the memory of all states
+    retrieval: Retrieval | None  # compressed tokens that a row of `step` attends to; None: the cache is not compressed
 
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         """Runs T tokens that follow `position` committed ones; returns logits of the wanted rows.
@@ -49,8 +66,24 @@ class Engine(Protocol):
         """
         ...
 
+    def read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        """As step, for tokens of a prompt: every row attends to all compressed tokens. Only for engines with a retrieval.
+
+        So the state after a prompt does not depend on how it was cut into blocks, a last block of one token included.
+        """
+        ...
+
+    def retrieve(self, amount: Retrieval, rerank: int | None = None) -> None:
+        """From now on rows of `step` attend to so many compressed tokens; rerank None: as before. Only for engines with a retrieval."""
+        ...
+
+    def reads(self) -> Reads:
+        """What was read so far. Only for engines with a retrieval."""
+        ...
+
     def look(self, window: int | None) -> None:
         """Until the next call, steps see the first 16 slots of each layer's body, its newest `window` and the tail; None: all.
+        In a compressed layer they see the sinks, the tail and `window` tokens that the codes alone choose.
 
         Cheaper and less exact steps, for drafting. Must be None again before anything is committed.
         """

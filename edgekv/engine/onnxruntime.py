@@ -11,8 +11,10 @@ import onnxruntime as ort
 
 from edgekv import layout, machine, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy
+from edgekv.engine import Occupancy, Reads
+from edgekv.engine.index import Index
 from edgekv.errors import BundleError, CacheFullError, NativeError, UserError
+from edgekv.retrieval import Retrieval
 
 ALIGNMENT = 256  # of the arena and of every state in it
 _MAX_BINDINGS = 64  # remembered (T, R) pairs; each holds only references
@@ -97,6 +99,7 @@ class OnnxRuntimeEngine:
         self._inv_freq = [table if table.size else None for table in tables]
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(params.body_slots for params in self._params)
+        self._held = [layout.held_tokens(layer["params"]) for layer in bundle.layers]
         self.capacity = bundle.capacity
         self.observe = max(layer["params"].get("observe", 0) for layer in bundle.layers)
 
@@ -113,6 +116,7 @@ class OnnxRuntimeEngine:
         self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in self._states]
         first = layout.HEADER.fields["hidden_from"][1]
         self._hidden = [state[first : first + 8].view(np.int32) for state in self._states]  # hidden_from, hidden_to
+        self._index = Index(bundle, self._states)
         # queries of the end of the prompt, held from foresee() until the compaction that they are for
         self._tail_q = [_query_plane(layer["params"], state) for layer, state in zip(bundle.layers, self._states, strict=True)]
         self._foreseen = [np.empty_like(plane) for plane in self._tail_q]
@@ -170,7 +174,25 @@ class OnnxRuntimeEngine:
             self._bindings.popitem(last=False)
         return binding
 
+    @property
+    def retrieval(self) -> Retrieval | None:
+        return self._index.amount
+
+    def retrieve(self, amount: Retrieval, rerank: int | None = None) -> None:
+        self._index.retrieve(amount, rerank)
+
+    def reads(self) -> Reads:
+        return self._index.reads()
+
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        self._index.choose()
+        return self._run(tokens, position, rows)
+
+    def read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        self._index.attend_to_all()
+        return self._run(tokens, position, rows)
+
+    def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         count, wanted = len(tokens), len(rows)
         if not (1 <= count <= self.chunk and 1 <= wanted <= self.max_rows):
             raise NativeError(f"a step of {count} tokens and {wanted} rows is outside 1..{self.chunk} and 1..{self.max_rows}")
@@ -187,7 +209,10 @@ class OnnxRuntimeEngine:
 
     def look(self, window: int | None) -> None:
         lanes = layout.LANES
-        for header, hidden in zip(self._headers, self._hidden, strict=True):
+        self._index.limit(window)
+        for params, header, hidden in zip(self._params, self._headers, self._hidden, strict=True):
+            if params.format == layout.FORMATS["selfindex"]:
+                continue
             end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
             hidden[:] = (lanes, end) if end > lanes else 0
 
@@ -196,7 +221,7 @@ class OnnxRuntimeEngine:
             raise NativeError(f"what is foreseen must be the {self.observe} tokens before a boundary")
         for first in range(0, self.observe, self.chunk):
             part = tokens[first : first + self.chunk]
-            self.step(part, position + first, np.zeros(1, np.int64))
+            self.read(part, position + first, np.zeros(1, np.int64))
         for kept, plane in zip(self._foreseen, self._tail_q, strict=True):
             kept[:] = plane
         self._has_foreseen = True
@@ -204,13 +229,15 @@ class OnnxRuntimeEngine:
     def compact(self, position: int) -> None:
         rank = min(position, self._rank_limit) if self._ranked else position
         for params in self._params:
-            if params.keep == layout.KEEPS["full"] and position > params.body_slots:
-                raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+            held = self._held[params.layer]
+            if params.keep == layout.KEEPS["full"] and position > held:
+                raise CacheFullError(f"layer {params.layer} holds {held} tokens and evicts none")
         if self._has_foreseen:
             for plane, kept in zip(self._tail_q, self._foreseen, strict=True):
                 plane[:] = kept
             self._has_foreseen = False
         self._compact_layers(position, rank, self.threads)
+        self._index.grown()
         self._tail_base = position
         self._shift[0] = position - rank
 
@@ -218,6 +245,7 @@ class OnnxRuntimeEngine:
         self._has_foreseen = False
         for params, state in zip(self._params, self._states, strict=True):
             native.state_init(params, state)
+        self._index.grown()
         self._tail_base = 0
         self._shift[0] = 0
 
@@ -230,10 +258,12 @@ class OnnxRuntimeEngine:
     def occupancy(self, position: int) -> Occupancy:
         used, most = 0, None
         tail = position - self._tail_base
-        for params, header in zip(self._params, self._headers, strict=True):
-            kept, evicted = int(header["body_count"][0]) + tail, int(header["evicted"][0])
-            element = 2 if params.element == layout.ELEMENTS["fp16"] else 4
-            used += kept * params.kv_heads * (params.key_dim + params.value_dim) * element
+        for layer, header in zip(self.bundle.layers, self._headers, strict=True):
+            params, body, evicted = layer["params"], int(header["body_count"][0]), int(header["evicted"][0])
+            in_full = tail + (min(params["sinks"], self._tail_base) if layout.is_selfindex(params) else 0)
+            whole = (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
+            kept = body + in_full
+            used += params["kv_heads"] * (body * layout.token_bytes(params) + in_full * whole)
             if most is None or kept > most[0]:
                 most = kept, evicted
         return Occupancy(self.arena.nbytes, used, *most)
@@ -242,4 +272,5 @@ class OnnxRuntimeEngine:
         self._bindings.clear()
         self._session = self._compact_layers = None
         self._states, self._headers, self._hidden, self._tail_q, self._foreseen = [], [], [], [], []
+        self._index.close()
         self.arena = np.empty(0, np.uint8)

@@ -89,6 +89,7 @@ class TensorRTEngine:
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(p.body_slots for p in self._params)
         self.capacity = self._capacity()
+        self.retrieval = None
         self.observe = 0  # the end of a prompt is not looked at ahead of its turn here
         self._tail_base = 0
         self._owned: list[int] = []

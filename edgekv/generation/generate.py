@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from edgekv.engine import Reads
 from edgekv.errors import UserError
 from edgekv.generation.decoders import Decoder, plain
 from edgekv.generation.sampling import Sampler
@@ -35,6 +36,7 @@ class Answer:
     fed            prompt tokens that were computed, i.e. not taken from the cache
     *_seconds      time in the prompt, in decoding (from the first token on), in compaction within both; the time that the
                    caller spends between two pieces of text is not counted
+    reads          what decoding read of a compressed cache, None for others
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Answer:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compaction_seconds: float = 0.0
+    reads: Reads | None = None
     lengths: list[int] = field(default_factory=list, repr=False)  # of the text after each token, stop strings not yet cut off
 
     def settled(self) -> tuple[int, int]:
@@ -110,6 +113,8 @@ def generate(
         answer.compaction_seconds = session.compaction_seconds - compacted
         return
 
+    compressed = session.engine.retrieval is not None
+    before = session.engine.reads() if compressed else None
     while not answer.finish_reason:
         start, piece = clock(), ""
         if max_tokens is not None and len(answer.tokens) >= max_tokens:
@@ -131,6 +136,7 @@ def generate(
             more, answer.stop_string = stops.add(detokeniser.flush())
             piece += more + stops.flush()
         if answer.finish_reason:
+            answer.reads = session.engine.reads().since(before) if compressed else None
             answer.exact = not detokeniser.cut and answer.stop_string is None
         answer.decode_seconds += clock() - start
         answer.compaction_seconds = session.compaction_seconds - compacted

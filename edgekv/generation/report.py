@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgekv import machine
+from edgekv import layout, machine
+from edgekv.budget import format_bytes
 from edgekv.generation.generate import FINISH_REASONS, Answer
 from edgekv.generation.session import Session
 
@@ -16,6 +17,48 @@ def rate(count: int, seconds: float) -> float | None:
 
 
 @dataclass(frozen=True)
+class IndexReport:
+    """What a compressed cache cost. Bytes are of all layers; those of a step were counted by the kernels while decoding.
+
+    token_bytes         index and record of one compressed token, positions and sinks left out; token_bytes_fp16: as it would be in half precision
+    retrieve            as it was asked for
+    tokens_retrieved    by a generated token now, in the layer that holds most, of tokens_compressed
+    *_bytes_per_step    None when no answer came to its end by decoding
+    """
+
+    token_bytes: int
+    token_bytes_fp16: int
+    retrieve: str
+    tokens_retrieved: int
+    tokens_compressed: int
+    index_bytes_per_step: float | None
+    payload_bytes_per_step: float | None
+
+    @classmethod
+    def of(cls, session: Session, answers: list[Answer]) -> IndexReport:
+        layers, now = session.engine.bundle.compressed, session.engine.reads()
+        parts = [answer.reads for answer in answers if answer.reads is not None]
+        steps = sum(part.steps for part in parts)
+        return cls(
+            token_bytes=sum(p["kv_heads"] * layout.token_bytes(p) for p in layers),
+            token_bytes_fp16=sum(p["kv_heads"] * 2 * (p["key_dim"] + p["value_dim"]) for p in layers),
+            retrieve=str(session.engine.retrieval),
+            tokens_retrieved=now.retrieved,
+            tokens_compressed=now.compressed,
+            index_bytes_per_step=sum(part.index_bytes for part in parts) / steps if steps else None,
+            payload_bytes_per_step=sum(part.payload_bytes for part in parts) / steps if steps else None,
+        )
+
+    def line(self) -> str:
+        cut = 1 - self.token_bytes / self.token_bytes_fp16
+        text = f"index     {self.token_bytes} bytes per compressed token (fp16: {self.token_bytes_fp16}, -{cut:.0%})"
+        text += f", {self.tokens_retrieved} of {self.tokens_compressed} retrieved"
+        if self.index_bytes_per_step is not None:
+            text += f"; a step read {format_bytes(round(self.index_bytes_per_step))} of codes and {format_bytes(round(self.payload_bytes_per_step))} of records"
+        return text
+
+
+@dataclass(frozen=True)
 class Report:
     """Figures of one run, all measured. Bytes, seconds, tokens; rates in tokens per second, None without tokens.
 
@@ -23,6 +66,7 @@ class Report:
     decode             from after the prompt to the last token, sampling and detokenising included, the consumer's time left out
     compaction         time spent at boundaries, part of prefill and decode
     kv_bytes_allocated the arena of all layers; kv_bytes_used of it hold keys and values of kept tokens
+    index              of a compressed cache, else None
     tokens_kept        in the layer that keeps most; tokens_evicted left that layer
     """
 
@@ -41,6 +85,7 @@ class Report:
     position: int
     peak_rss_bytes: int
     threads: int
+    index: IndexReport | None = None
 
     @classmethod
     def of(cls, session: Session, answers: list[Answer]) -> Report:
@@ -64,10 +109,14 @@ class Report:
             position=session.position,
             peak_rss_bytes=machine.peak_rss(),
             threads=session.engine.threads,
+            index=IndexReport.of(session, answers) if session.engine.retrieval is not None else None,
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        if self.index is None:
+            del shown["index"]
+        return shown
 
     def lines(self, finish_reason: str) -> list[str]:
         """The report for a person, one fact per line."""
@@ -82,6 +131,7 @@ class Report:
             f"compact   {self.compaction_seconds:.3f} s of these at boundaries",
             f"KV cache  {mebibytes(self.kv_bytes_allocated)} allocated, {mebibytes(self.kv_bytes_used)} used",
             f"tokens    {self.tokens_kept} kept of {self.position}, {self.tokens_evicted} evicted",
+            *([self.index.line()] if self.index else []),
             f"memory    {mebibytes(self.peak_rss_bytes)} peak resident",
             f"ended     {FINISH_REASONS[finish_reason]}",
         ]

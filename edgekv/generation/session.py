@@ -47,11 +47,12 @@ class Session:
         room = min(self.engine.chunk, self.tail_base + self.engine.boundary - self.position)
         return room if self.engine.capacity is None else min(room, self.engine.capacity - self.position)
 
-    def step(self, block: Sequence[int] | np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+    def step(self, block: Sequence[int] | np.ndarray, rows: np.ndarray | None = None, prompt: bool = False) -> np.ndarray:
         """Runs tokens after the committed text without committing them; replaces an uncommitted block.
 
         block    T token ids, 1 <= T <= room
         rows     int64 [R] indices into the block whose logits are wanted; None: all of them
+        prompt   the tokens are read, not generated: in a compressed cache their rows attend to everything
         returns  logits float32 [R, vocab], a view that the next step overwrites
 
         Raises CacheFullError when the cache is full, ValueError when the block is longer than `room`.
@@ -63,7 +64,8 @@ class Session:
         if not 1 <= tokens.size <= room:
             raise ValueError(f"a block of {tokens.size} tokens does not fit the {room} left before the boundary")
         self._block = _NO_ROWS
-        logits = self.engine.step(tokens, self.position, self._all_rows[: tokens.size] if rows is None else rows)
+        run = self.engine.read if prompt and self.engine.retrieval is not None else self.engine.step
+        logits = run(tokens, self.position, self._all_rows[: tokens.size] if rows is None else rows)
         self._block = tokens.copy()  # the caller may reuse its array
         return logits
 
@@ -110,7 +112,7 @@ class Session:
                 self.engine.foresee(tokens[-self.engine.observe :], self.position)
                 foreseen = True
             block = tokens[fed : fed + max(1, min(self.room, until or self.room))]
-            logits = self.step(block, self._all_rows[block.size - 1 : block.size])
+            logits = self.step(block, self._all_rows[block.size - 1 : block.size], prompt=True)
             self.commit(block.size)
             fed += block.size
             foreseen = foreseen and self.position != self.tail_base

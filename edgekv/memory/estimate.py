@@ -11,16 +11,17 @@ from edgekv.memory.model import ModelShape, rows_per_step_flops
 from edgekv.memory.predictor import PrefillTime, StepTime, Work, prefill_time, step_time
 from edgekv.memory.profiles import Profile
 from edgekv.memory.residency import dram_saving, hit_rate
-from edgekv.memory.traffic import step_traffic
+from edgekv.memory.traffic import committed, step_traffic
 from edgekv.memory.weights import WeightFormat, streams
 from edgekv.policy import Plan
+from edgekv.retrieval import parse_retrieval
 
 KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
 
 
 @lru_cache(maxsize=4096)
-def _layer_traffic(items: tuple, position: int) -> dict[str, int]:
-    return step_traffic(dict(items), position)
+def _layer_traffic(items: tuple, position: int, retrieve: int, rerank: int) -> dict[str, int]:
+    return step_traffic(dict(items), position, retrieve=retrieve, rerank=rerank)
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class StepBytes:
 def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, position: int) -> StepBytes:
     """Bytes of the decode step that follows `position` tokens, from the static formulas. weights: as weights.streams gives them."""
     reads = index = writes = 0
+    policy = cache.policy
     for params in cache.layers:
         shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
-        traffic = _layer_traffic(tuple(sorted(shared.items())), position)
+        retrieve = parse_retrieval(policy.retrieve).resolve(committed(params, position)[1]) if layout.is_selfindex(params) else 0
+        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, policy.rerank or 1)
         index += traffic["read_body_index"]
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]

@@ -59,6 +59,8 @@ class Choice:
         parts += ["--keep", self.plan.policy.keep]
         if self.budget:
             parts += ["--kv-budget", str(self.budget).replace(" ", "")]
+        if self.plan.policy.compresses:
+            parts += ["--cache", "selfindex", "--value-bits", str(self.plan.policy.value_bits)]
         if self.plan.policy.element != "fp16":
             parts += ["--kv-type", self.plan.policy.element]
         return " ".join([*parts, "--context", str(self.plan.context)])
@@ -71,10 +73,14 @@ def _quoted(text: str) -> str:
 
 
 def candidates(policy: CachePolicy, context: int, formats: list[WeightFormat]) -> Iterator[tuple[WeightFormat, CachePolicy, Budget | None]]:
-    """What is tried, best first: all tokens before chosen tokens before newest tokens, then larger weights, then larger caches."""
+    """What is tried, best first: all tokens, then all of them compressed, before chosen tokens before newest tokens; then larger
+    weights, then larger caches."""
     element = policy.element
     for weights in formats:
         yield weights, CachePolicy(keep="full", element=element), None
+    for bits in (4, 2):
+        for weights in formats:
+            yield weights, CachePolicy(keep="full", element=element, format="selfindex", value_bits=bits), None
     for keep in ("heavy", "window"):
         for share in SHARES:
             tokens = int(context * share / 100) // 16 * 16
@@ -94,6 +100,8 @@ def fit(shape: ModelShape, profile: Profile, policy: CachePolicy, weights: Weigh
     formats = sorted((f for f in FORMATS.values() if BITS[f.name] <= BITS[weights.name]), key=lambda f: -f.bits)
     nearest: tuple[float, str] | None = None
     for chosen, rules, budget in candidates(policy, context, formats):
+        if rules.compresses and not planner.compresses(profile):
+            continue
         try:
             made = plan(rules, shape.layers, budget, context)
         except UserError:

@@ -99,10 +99,13 @@ class MeteredEngine:
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         return self._metered(tokens, position, len(rows), lambda: self._engine.step(tokens, position, rows))
 
+    def read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        return self._metered(tokens, position, len(rows), lambda: self._engine.read(tokens, position, rows), "prefill")
+
     def foresee(self, tokens: np.ndarray, position: int) -> None:
         self._metered(tokens, position, 1, lambda: self._engine.foresee(tokens, position))
 
-    def _metered(self, tokens: np.ndarray, position: int, rows: int, run: Callable[[], Any]) -> Any:
+    def _metered(self, tokens: np.ndarray, position: int, rows: int, run: Callable[[], Any], kind: str | None = None) -> Any:
         before, began = self._counted(), time.perf_counter()
         result = run()
         seconds = time.perf_counter() - began
@@ -115,7 +118,7 @@ class MeteredEngine:
             "activations": self._activations * count,
             "logits": 8 * self._vocab * rows,
         }
-        kind = "prefill" if count > 1 and rows == 1 else "decode"
+        kind = kind or ("prefill" if count > 1 and rows == 1 else "decode")
         self.steps.append(Step(kind, began - self._began, seconds, count, position, sizes, self._on_chip(sizes)))
         return result
 

@@ -90,16 +90,11 @@ class MemoryPlan:
 
 
 def arena_by_owner(layers: Iterable[Mapping]) -> dict[str, int]:
-    """Bytes of all states by owner, exact: body, tail, observed queries, scores, positions and headers."""
+    """Bytes of all states by owner (layout.OWNERS), exact."""
     owners: Counter[str] = Counter()
     for params in layers:
-        at, queries = layout.state_layout(params), layout.itemised_bytes(params)["tail_q"]
-        owners["KV body"] += at.tail_k - at.body_k
-        owners["KV tail"] += at.tail_q - at.tail_k
-        owners["KV observed queries"] += queries
-        owners["KV scores"] += at.body_k - at.body_score
-        owners["KV positions, headers"] += at.body_score + at.bytes - at.tail_q - queries
-    return {owner: size for owner, size in owners.items() if size}
+        owners.update(layout.bytes_by_owner(params))
+    return {f"KV {owner}": owners[owner] for owner in layout.OWNERS if owners[owner]}
 
 
 def workspace_bytes(shape: ModelShape, chunk: int, depth: int) -> int:
@@ -185,7 +180,10 @@ def longest_context(
     low, high, best = 0, context, None
     while low < high:
         middle = (low + high + 1) // 2
-        made = plan(policy, shape.layers, None, middle)
+        try:
+            made = plan(policy, shape.layers, None, middle)
+        except UserError:  # keys of a size that cannot be compressed
+            return 0, None
         if made.arena_bytes <= room:
             low, best = middle, made
         else:
@@ -193,6 +191,16 @@ def longest_context(
     return low, best
 
 
-def policies(element: str = "fp16") -> Sequence[tuple[str, CachePolicy]]:
-    """The keep rules that are compared side by side."""
-    return [(keep, CachePolicy(keep=keep, element=element)) for keep in layout.KEEPS]
+SELFINDEX = "full, selfindex"
+
+
+def policies(profile: Profile, element: str = "fp16") -> Sequence[tuple[str, CachePolicy]]:
+    """The caches that are compared side by side: every keep rule, and where there are kernels for it every token compressed."""
+    dense = [(keep, CachePolicy(keep=keep, element=element)) for keep in layout.KEEPS]
+    packed = [(SELFINDEX, CachePolicy(element=element, format="selfindex"))] if compresses(profile) else []
+    return [dense[0], *packed, *dense[1:]]
+
+
+def compresses(profile: Profile) -> bool:
+    """Whether what decodes on this device has kernels for compressed caches."""
+    return profile.data["decode_on"] == "cpu"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgekv import layout
 from edgekv.budget import Budget
 from edgekv.errors import UserError
 from edgekv.memory import estimate, planner
@@ -54,13 +55,11 @@ def bundle_plan(shape: ModelShape) -> Plan:
     stored = {k: v for k, v in shape.bundle.manifest["policy"].items() if k in known}
     rules = CachePolicy.from_json(stored)
     params = tuple({**_defaults(), **layer["params"]} for layer in shape.bundle.layers)
-    body = max(p["body_slots"] for p in params)
-    return Plan(rules.resolve(body, shape.bundle.boundary), params, shape.context)
+    held = max(layout.held_tokens(p) for p in params)
+    return Plan(rules.resolve(held, shape.bundle.boundary), params, shape.context)
 
 
 def _defaults() -> dict:
-    from edgekv import layout
-
     return layout.complete({})
 
 
@@ -123,7 +122,7 @@ def device_report(question: Question, profile: Profile) -> dict[str, Any]:
             "engine_build": memory.build if profile.data["decode_on"] == "gpu" else None,
         },
         "cache": {"words": cache.describe(), "arena_bytes": cache.arena_bytes, "capacity": cache.capacity, "max_position": cache.max_position},
-        "longest_context": _contexts(question, memory, cache),
+        "longest_context": _contexts(question, memory, cache, profile),
         "speed": steps,
         "prefill": {"tokens": prompt, "seconds": reading.seconds, "tokens_per_second": reading.seconds and prompt / reading.seconds, "basis": reading.basis},
         "basis": last.time.basis,
@@ -132,13 +131,13 @@ def device_report(question: Question, profile: Profile) -> dict[str, Any]:
     }
 
 
-def _contexts(question: Question, memory: planner.MemoryPlan, cache: Plan) -> list[dict[str, Any]]:
+def _contexts(question: Question, memory: planner.MemoryPlan, cache: Plan, profile: Profile) -> list[dict[str, Any]]:
     """Longest context per keep rule in the memory that everything else leaves, up to the model's own context."""
     if memory.usable is None:
         return []
     room = memory.usable - memory.needed + cache.arena_bytes
     rows = []
-    for keep, policy in planner.policies(question.policy.element):
+    for keep, policy in planner.policies(profile, question.policy.element):
         context, made = planner.longest_context(policy, question.shape, room)
         rows.append({"keep": keep, "context": context, "arena_bytes": made.arena_bytes if made else 0, "kept_tokens": made.capacity if made else 0})
     return rows
@@ -162,8 +161,8 @@ def policy_bars(question: Question, profile: Profile) -> list[dict[str, Any]]:
     """Memory by owner per keep rule at the asked context: full holds all of it, the others a quarter and the asked budget."""
     bars = []
     tokens = max(question.context // 4, 512)
-    for keep, policy in planner.policies(question.policy.element):
-        budget = None if keep == "full" else question.budget or Budget(tokens=min(tokens, question.context))
+    for keep, policy in planner.policies(profile, question.policy.element):
+        budget = None if policy.keep == "full" else question.budget or Budget(tokens=min(tokens, question.context))
         try:
             cache = plan(policy, question.shape.layers, budget, question.context)
         except UserError:

@@ -53,7 +53,7 @@ def _compare(console, devices: list[dict]) -> None:
         "on-chip cache": lambda d: _bytes(d["device"]["last_level_bytes"]),
         "KV bytes from on chip": lambda d: f"{d['speed'][-1]['kv_hit_rate']:.1%}",
     }
-    for keep in ("full", "window", "heavy"):
+    for keep in [row["keep"] for row in devices[0]["longest_context"]]:
         rows[f"longest context, {keep}"] = lambda d, keep=keep: next((str(c["context"]) for c in d["longest_context"] if c["keep"] == keep), "?")
     depths = [row["depth"] for row in devices[0]["speed"]]
     for depth in depths:

@@ -6,7 +6,7 @@ by slot, from the first to the last slot that one of its rows may see. A decode 
 
 A compaction reads and writes each kept token that changes its place or its rotation; with keep = heavy the observed queries pass
 over all keys once per register block to update the scores, or, when tokens are ranked by their keys and some have to go, all keys
-are read twice: for their sum and for their share in it.
+are read twice: for their sum and for their share in it. Compressed bodies are in packed_traffic.py.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from edgekv import layout
+from edgekv.memory.packed_traffic import TILE, PackedBody
 
-TILE = 128
 ROWS_PER_PASS = {"scalar": 32, "avx2": 48, "avx512": 96, "neon": 48}
 
 
 def committed(params: Mapping, position: int) -> tuple[int, int]:
     """(tail_base, body_count) of a state with `position` committed tokens that was fed from the start of the text."""
     tail_base = position // params["tail_slots"] * params["tail_slots"]
-    if position == tail_base and params["keep"] == layout.KEEPS["full"] and tail_base > params["body_slots"]:
+    if position == tail_base and params["keep"] == layout.KEEPS["full"] and tail_base > layout.held_tokens(params):
         tail_base -= params["tail_slots"]  # a full cache's last interval stays in the tail
-    return tail_base, min(tail_base, params["body_slots"])
+    beside = min(params["sinks"], tail_base) if layout.is_selfindex(params) else 0  # sinks in planes of their own
+    return tail_base, min(tail_base - beside, params["body_slots"])
 
 
 def kept_positions(params: Mapping, position: int) -> list[int] | None:
     """Positions in the body, ascending, of keep rules that do not depend on the text (full, window); None for heavy."""
     tail_base, count = committed(params, position)
-    if params["keep"] == layout.KEEPS["heavy"] and tail_base > count:
+    beside = min(params["sinks"], tail_base) if layout.is_selfindex(params) else 0
+    if params["keep"] == layout.KEEPS["heavy"] and tail_base > count + beside:
         return None
+    if layout.is_selfindex(params):
+        return [*range(tail_base - count, tail_base)]
     sinks = min(params["sinks"], count) if tail_base > count else 0
     return [*range(sinks), *range(tail_base - (count - sinks), tail_base)]
 
@@ -44,22 +48,28 @@ def step_traffic(
     isa: str = "avx2",
     kept: Sequence[Sequence[int]] | None = None,
     hidden: tuple[int, int] = (0, 0),
+    retrieve: int = 0,
+    rerank: int = 1,
 ) -> dict[str, int]:
     """Bytes by name of layout.TRAFFIC of one attention step of one layer.
 
     kept: positions in the body per kv head, needed only for keep = heavy on a layer with a sliding window smaller than its
     body, where what is visible depends on the text; default: the positions that full and window keep. hidden: body slots that
-    the step leaves out (drafting with a part of the cache), as in the state's header.
+    the step leaves out (drafting with a part of the cache), as in the state's header. retrieve, rerank: as in the header too,
+    for compressed bodies; where what heavy keeps is not told, its newest tokens stand for it.
     """
     tail_base, count = committed(params, position)
     group, window = params["q_heads"] // params["kv_heads"], params["sliding_window"]
     element = layout.element_bytes(params)
     first_tail = position - tail_base
     total = dict.fromkeys(layout.TRAFFIC, 0) | {"steps": 1}
-    known = kept_positions(params, position)
+    known, packed = kept_positions(params, position), layout.is_selfindex(params)
     parts = [(0, hidden[0]), (hidden[1], count)] if hidden[0] < hidden[1] else [(0, count)]
     for head in range(params["kv_heads"]):
         body = kept[head] if kept is not None else known
+        if packed:
+            body = range(tail_base - count, tail_base) if body is None else body
+            compressed = PackedBody(params, body, tail_base)
         if body is None and window:
             raise ValueError("what a heavy cache shows through a sliding window depends on the text: pass the kept positions")
         for first in range(0, rows * group, ROWS_PER_PASS[isa]):
@@ -69,9 +79,23 @@ def step_traffic(
             tail_low = max(0, min(oldest) - tail_base + 1) if window else 0
             seen = {"body": [_tiles(begin, end, low) for begin, end in parts]}
             seen["tail"] = [_tiles(0, first_tail + tokens[-1] + 1, tail_low)]
+            if packed:
+                seen["body"] = []
+                seen["tail"].append(_tiles(0, min(params["sinks"], tail_base), min(oldest) + 1))
+                if not retrieve:
+                    compressed.whole(low)
             for plane, tiles in seen.items():
                 total[f"read_{plane}_keys"] += sum(blocks for blocks, _ in tiles) * layout.LANES * params["key_dim"] * element
                 total[f"read_{plane}_values"] += sum(slots for _, slots in tiles) * params["value_dim"] * element
+        if packed:
+            for row in range(rows if retrieve and count else 0):
+                heads = range(row * group, (row + 1) * group)
+                compressed.chosen(
+                    position + row - window if window else -1, retrieve, rerank,
+                    passes=len({head // ROWS_PER_PASS[isa] for head in heads}),
+                )  # fmt: skip
+            for name, size in compressed.moved.items():
+                total[name] += size
     observed = 0
     if layout.keeps_scores(params):
         observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))

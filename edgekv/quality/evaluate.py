@@ -21,6 +21,7 @@ from edgekv.quality import agreement, needle, perplexity
 from edgekv.quality.perplexity import Scores
 from edgekv.quality.tasks import TASKS
 from edgekv.quality.text import Text
+from edgekv.retrieval import Retrieval
 
 LEAST_TOKENS = 16
 
@@ -29,7 +30,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: most tokens of the text that are scored (0: no perplexity); tasks, lengths, depths, trials, seed: of needle.grid."""
+    """tokens: most tokens of the text that are scored (0: no perplexity); tasks, lengths, depths, trials, seed: of needle.grid;
+    retrieve: in place of what compressed bundles say themselves."""
 
     tokens: int
     tasks: tuple[str, ...]
@@ -38,6 +40,8 @@ class Options:
     trials: int
     seed: int
     threads: int | None = None
+    retrieve: Retrieval | None = None
+    rerank: int | None = None
 
 
 def evaluate(
@@ -45,7 +49,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """One object with every figure, ready for JSON (docs/quality.md names its fields).
 
-    reference  index of the bundle that the others are compared with; None takes the first that keeps every token, else the first
+    reference  index of the bundle that the others are compared with; None takes the first that keeps every token as it is, else the
+               first
 
     Raises UserError when the bundles do not share a tokenizer, or when nothing that was asked for fits.
     """
@@ -60,17 +65,19 @@ def evaluate(
         rows = min(bundle.chunk, bundle.boundary, perplexity.rows_for(bundle.model["vocab"])) if ids.size else 1
         loaded = engine.load(bundle, options.threads, max_rows=rows)
         try:
+            if loaded.retrieval is not None and (options.retrieve or options.rerank):
+                loaded.retrieve(options.retrieve or loaded.retrieval, options.rerank)
             session = Session(loaded)
             scores = None
             if ids.size:
                 scores = perplexity.score(session, ids, lambda done, total, n=name: report(f"{n}: {done} of {total} tokens"))
             outcomes, left_out = _retrieve(session, bundle, tokenizer, prompts, name, report)
-            threads = loaded.threads
+            threads, retrieval = loaded.threads, loaded.retrieval
         finally:
             loaded.close()
         passes.append(scores)
-        shown.append({"name": name, **_facts(bundle), "tasks": needle.summarise(outcomes), "lengths_left_out": left_out})
-    evicted = min((b.first_eviction for b in bundles if b.first_eviction is not None), default=None)
+        shown.append({"name": name, **_facts(bundle), "retrieve": str(retrieval) if retrieval else None, "tasks": needle.summarise(outcomes), "lengths_left_out": left_out})
+    evicted = min((b.first_loss for b in bundles if b.first_loss is not None), default=None)
     after = None if evicted is None else evicted + 1  # the token that follows is still predicted from all before it
     for entry, scores in zip(shown, passes, strict=True):
         entry["perplexity"] = None if scores is None else _perplexity(scores, after)
@@ -95,7 +102,7 @@ def _shared_tokenizer(bundles: Sequence[Bundle]) -> Tokenizer:
 
 
 def _default_reference(bundles: Sequence[Bundle]) -> int:
-    return next((i for i, b in enumerate(bundles) if b.first_eviction is None), 0)
+    return next((i for i, b in enumerate(bundles) if b.first_loss is None), 0)
 
 
 def _ids(bundles: Sequence[Bundle], tokenizer: Tokenizer, text: Text, tokens: int) -> np.ndarray:
@@ -163,7 +170,7 @@ def _perplexity(scores: Scores, after: int | None) -> dict[str, Any]:
 
 
 def _against(scores: Scores, other: Scores, after: int | None) -> dict[str, Any]:
-    """Compared from the first eviction on, where the text is that long: before it every cache holds the same tokens."""
+    """Compared from the first eviction or compression on, where the text is that long: before it every cache holds the same tokens."""
     start = after if after is not None and after < scores.loss.size else 1
     ratio = perplexity.compare(scores, other, start)
     return {

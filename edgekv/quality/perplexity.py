@@ -45,7 +45,8 @@ def rows_for(vocab: int) -> int:
 
 
 def score(session: Session, ids: np.ndarray, progress: Callable[[int, int], None] = lambda done, total: None) -> Scores:
-    """Feeds ids int64 [T], T >= 2, to an empty session whose engine gives as many rows of logits as it takes tokens.
+    """Feeds ids int64 [T], T >= 2, to an empty session whose engine gives as many rows of logits as it takes tokens. In a compressed
+    cache every row attends to what it retrieves, as in generated text.
 
     Raises CacheFullError when the text is longer than a cache that evicts nothing.
     """

@@ -10,6 +10,7 @@ import onnx_ir as ir
 MICROSOFT = "com.microsoft"
 EDGEKV = "edgekv"
 ATTENTION = "BoundedCacheAttention"
+RETRIEVAL = "SignVQRetrieval"
 SMALL = 1 << 16  # elements; constants up to this size are looked at by value
 
 

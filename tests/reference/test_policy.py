@@ -67,7 +67,7 @@ def test_bytes_bound_the_arena_and_the_named_smallest_budget_fits(policy, count)
     # One more unit of body at the same boundary interval would not fit, or would hold nothing the context can bring.
     body = max(made.body_slots) + (made.boundary if policy.keep == "full" else 16)
     resolved = policy.resolve(body, made.boundary)
-    more = sum(state_bytes(layer_params(resolved, g, 0, layer_body_slots(g, body))) for g in MODEL)
+    more = sum(state_bytes(layer_params(resolved, g, 0, layer_body_slots(resolved, g, body))) for g in MODEL)
     context = 2048 if policy.positions == "cache" else round_up(2048, made.boundary)
     assert more > count or body + (0 if policy.keep == "full" else made.boundary) > context
 

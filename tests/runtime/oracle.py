@@ -3,8 +3,11 @@
 import numpy as np
 import onnx
 
+from edgekv import layout
 from edgekv.reference import ReferenceCache
 from edgekv.reference.rotary import rotate
+from edgekv.reference.self_index import SelfIndexCache
+from edgekv.retrieval import parse_retrieval
 
 
 class OracleModel:
@@ -14,14 +17,21 @@ class OracleModel:
         self.bundle = bundle
         model = onnx.load(bundle.graph_path)
         self.w = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-        self.caches = [ReferenceCache(layer["params"], bundle.inv_freq(i)) for i, layer in enumerate(bundle.layers)]
+        self.caches = [
+            SelfIndexCache(p, rerank=bundle.manifest["policy"]["rerank"]) if layout.is_selfindex(p) else ReferenceCache(p, bundle.inv_freq(i))
+            for i, p in enumerate(layer["params"] for layer in bundle.layers)
+        ]
+        self.retrieval = parse_retrieval(bundle.manifest["policy"]["retrieve"]) if bundle.compressed else None
         self.inv_freq = np.asarray(bundle.inv_freq(0), np.float32)
         self.position = self.base = self.shift = 0
-        self.rank_limit = max(layer["params"]["body_slots"] for layer in bundle.layers)
+        self.rank_limit = max(layout.held_tokens(layer["params"]) for layer in bundle.layers)
         self.ranked = bundle.layers[0]["params"]["positions"] == 1
 
-    def feed(self, token: int) -> np.ndarray:
-        """Logits float32 [vocab] after this token."""
+    def feed(self, token: int, prompt: bool = False) -> np.ndarray:
+        """Logits float32 [vocab] after this token; a token of a prompt attends to every compressed token."""
+        if self.retrieval is not None:
+            for cache in self.caches:
+                cache.retrieve = None if prompt else self.retrieval.resolve(cache.count) or None
         x = np.eye(self.w["embedding"].shape[0], dtype=np.float32)[token]
         place = np.array([self.position - self.shift])
         for i, cache in enumerate(self.caches):
@@ -36,14 +46,14 @@ class OracleModel:
         if self.position == self.base + self.bundle.boundary and not full:
             rank = min(self.position, self.rank_limit) if self.ranked else self.position
             for cache in self.caches:
-                cache.compact(self.position, rank)
+                cache.compact(self.position, *([] if self.retrieval is not None else [rank]))
             self.base, self.shift = self.position, self.position - rank
         return x @ self.w["head"]
 
     def read(self, tokens) -> np.ndarray:
-        """Logits after the last of these tokens."""
+        """Logits after the last of these tokens, which are a prompt."""
         for token in tokens:
-            logits = self.feed(int(token))
+            logits = self.feed(int(token), prompt=True)
         return logits
 
     def _rotate(self, heads: np.ndarray, place: np.ndarray) -> np.ndarray:

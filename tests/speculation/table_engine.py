@@ -19,6 +19,7 @@ class TableEngine:
 
     threads = 1
     observe = 0
+    retrieval = None
 
     def __init__(self, laws: np.ndarray, boundary: int = 32, chunk: int = 32, capacity: int | None = None, max_rows: int = 17):
         with np.errstate(divide="ignore"):

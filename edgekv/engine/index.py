@@ -1,0 +1,78 @@
+"""The runtime's own fields in the headers of compressed layers: how many tokens each row retrieves, and what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekv import layout
+from edgekv.bundle import Bundle
+from edgekv.engine import Reads
+from edgekv.errors import UserError
+from edgekv.retrieval import Retrieval, parse_retrieval
+
+_ALL = object()
+
+
+class Index:
+    """Sets `retrieve` and `rerank` in every compressed layer's header, only when they change.
+
+    states  uint8 [bytes] of every layer, where they lie while the engine runs
+
+    A percentage is of the tokens that are compressed at the moment, so it is resolved anew after every compaction.
+    """
+
+    def __init__(self, bundle: Bundle, states: Sequence[np.ndarray]):
+        first = layout.HEADER.fields["retrieve"][1]
+        compressed = [s for s, layer in zip(states, bundle.layers, strict=True) if layout.is_selfindex(layer["params"])]
+        self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in compressed]
+        self._fields = [state[first : first + 8].view(np.int32) for state in compressed]  # retrieve, rerank
+        policy = bundle.manifest["policy"]
+        self.amount: Retrieval | None = parse_retrieval(policy["retrieve"]) if compressed else None
+        self.rerank: int = policy["rerank"] if compressed else 1
+        self._limit: int | None = None
+        self._set: object = "unknown"  # what the headers say: _ALL, a limit or None for the usual, or "unknown"
+
+    def retrieve(self, amount: Retrieval, rerank: int | None) -> None:
+        if self.amount is None:
+            raise UserError("This cache is not compressed, so every token is attended to; export with --cache selfindex to retrieve.")
+        self.amount, self.rerank = amount, self.rerank if rerank is None else rerank
+        self.grown()
+
+    def grown(self) -> None:
+        """The number of compressed tokens has changed, or the headers were written anew."""
+        self._set = "unknown"
+
+    def limit(self, tokens: int | None) -> None:
+        """At most so many tokens per row, chosen by their codes alone; None: as many as usual."""
+        self._limit = tokens
+
+    def attend_to_all(self) -> None:
+        """The next step is of a prompt."""
+        if self._set is not _ALL:
+            for fields in self._fields:
+                fields[:] = 0, 1
+            self._set = _ALL
+
+    def choose(self) -> None:
+        """The next step retrieves."""
+        if self._set is self._limit:
+            return
+        for header, fields in zip(self._headers, self._fields, strict=True):
+            count = int(header["body_count"][0])
+            wanted = self.amount.resolve(count)
+            if self._limit is not None and self._limit < (wanted or count):
+                fields[:] = self._limit, 1
+            else:
+                fields[:] = wanted, self.rerank
+        self._set = self._limit
+
+    def reads(self) -> Reads:
+        traffic = np.sum([header["traffic"][0] for header in self._headers], axis=0, dtype=np.uint64)
+        index, keys, values, steps = (int(traffic[layout.TRAFFIC.index(name)]) for name in ("read_body_index", "read_body_keys", "read_body_values", "steps"))
+        held = max(int(header["body_count"][0]) for header in self._headers)
+        return Reads(steps // len(self._headers), index, keys + values, self.amount.resolve(held) or held, held)
+
+    def close(self) -> None:
+        self._headers, self._fields = [], []
