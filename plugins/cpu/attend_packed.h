@@ -9,7 +9,7 @@
 namespace {
 
 inline void count_packed(const Step& s, const PackedBody& b, uint64_t tokens, uint64_t means) {
-  __atomic_fetch_add(&s.loaded->body_index, tokens * (b.key_dim / 4) / 2, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_index, tokens * b.sign_bytes(), __ATOMIC_RELAXED);
   __atomic_fetch_add(&s.loaded->body_keys, tokens * 12 * b.key_groups(), __ATOMIC_RELAXED);
   __atomic_fetch_add(&s.loaded->body_values, tokens * 4 * (b.value_bits + 1) * b.value_groups(), __ATOMIC_RELAXED);
   __atomic_fetch_add(&s.loaded->body_meta, tokens * 4 + means * 2 * b.key_dim, __ATOMIC_RELAXED);
@@ -20,6 +20,8 @@ inline void count_packed(const Step& s, const PackedBody& b, uint64_t tokens, ui
 inline int unpack_tile(const PackedBody& b, int begin, int end, float* keys, float* values, float* rows) {
   const int dim = packed_stride(b.key_dim), value_stride = packed_stride(b.value_dim);
   float* mean = rows + kLanes * dim;
+  BlockSigns signs;
+  IntervalCursor cursor;
   int loaded = 0, at_hand = -1;
   for (int block = begin; block < end; block += kLanes, keys += b.key_dim * kLanes) {
     const int count = end - block < kLanes ? end - block : kLanes;
@@ -29,7 +31,7 @@ inline int unpack_tile(const PackedBody& b, int begin, int end, float* keys, flo
         std::memset(row, 0, size_t(dim) * sizeof(float));
         continue;
       }
-      const int interval = b.interval_of(b.positions[block + j]);
+      const int interval = cursor.at(b, block + j);
       if (interval != at_hand) {
         const uint16_t* m = b.mean + int64_t(interval) * b.key_dim;
         for (int d = 0; d < b.key_dim; d += kLanes) store(mean + d, load_first(m + d, b.key_dim - d < kLanes ? b.key_dim - d : kLanes));
@@ -37,7 +39,7 @@ inline int unpack_tile(const PackedBody& b, int begin, int end, float* keys, flo
         at_hand = interval;
         ++loaded;
       }
-      unpack_key(b, block + j, row);
+      unpack_key(b, signs, block + j, row);
       for (int d = 0; d < b.key_dim; d += kLanes) store(row + d, add(load(row + d), load(mean + d)));
       unpack_value(b, block + j, values);
       values += value_stride;

@@ -32,6 +32,7 @@ inline int threshold_for(const T* scores, int count, int want, int* above) {
     least = scores[i] < least ? scores[i] : least;
     most = scores[i] > most ? scores[i] : most;
   }
+  if (sizeof(T) == 2 && least < -16384) least = T(-16384);  // padding, lower than any score
   int64_t low = least, high = int64_t(most) + 1;  // count_from(low) >= want > count_from(high)
   *above = 0;
   while (high - low > 1) {

@@ -1,5 +1,7 @@
 // Reading the compressed body of one kv head: signs from the index plane, magnitudes and values from the records.
 #pragma once
+#include <cstring>
+
 #include "cpu/kernels.h"
 
 namespace {
@@ -25,8 +27,16 @@ struct PackedBody {
 
   int key_groups() const { return (key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
   int value_groups() const { return (value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
+  // Bytes of one token's sign codes.
+  uint64_t sign_bytes() const { return uint64_t(key_dim / 4 + 1) / 2; }
   // Codes of the 32 tokens from `slot`, a multiple of 32.
   const uint8_t* codes(int slot) const { return index + int64_t(slot) / EDGEKV_INDEX_TOKENS * (key_dim / 4) * 16; }
+  // Asks for a record that is needed soon: records are picked here and there, where no processor foresees them.
+  void fetch(int slot) const {
+    const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + record.bytes - 1, 0, 2);
+  }
   // Which mean key a position's token was coded against; in range whatever a damaged state holds.
   int interval_of(int32_t position) const {
     const int i = position / interval;
@@ -34,24 +44,88 @@ struct PackedBody {
   }
 };
 
+// The interval of one token after the other: a division only where it changes.
+struct IntervalCursor {
+  int64_t from = 0, to = 0;
+  int interval = 0;
+
+  bool holds(const PackedBody& b, int slot) const { return b.positions[slot] >= from && b.positions[slot] < to; }
+  int at(const PackedBody& b, int slot) {
+    if (!holds(b, slot)) {
+      interval = b.interval_of(b.positions[slot]);
+      from = int64_t(interval) * b.interval, to = from + b.interval;
+    }
+    return interval;
+  }
+};
+
+// The signs of 32 tokens, token by token: bit d of row(slot) is 1 where number d is positive. A block of the index plane holds them
+// the other way round, and is turned once for all tokens wanted from it.
+struct BlockSigns {
+  using Bytes = uint8_t __attribute__((vector_size(16), aligned(16)));
+  int block = -1;
+  uint8_t rows[32][128 + 16] __attribute__((aligned(16)));
+
+  // Slots must come in an order that visits a block once to be fast.
+  const uint8_t* row(const PackedBody& b, int slot) {
+    if (slot / EDGEKV_INDEX_TOKENS != block) {
+      block = slot / EDGEKV_INDEX_TOKENS;
+      for (int first = 0; first < b.key_dim / 4; first += 32) turn(b.codes(slot), first, b.key_dim / 4);
+    }
+    return rows[slot % EDGEKV_INDEX_TOKENS];
+  }
+
+ private:
+  static Bytes low_halves(Bytes x, Bytes y) {
+    return __builtin_shuffle(x, y, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  }
+  static Bytes high_halves(Bytes x, Bytes y) {
+    return __builtin_shuffle(x, y, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  }
+
+  // Groups first .. first + 31: two make a byte of each token, sixteen such bytes are turned by interleaving four times.
+  void turn(const uint8_t* codes, int first, int groups) {
+    Bytes x[2][16], y[16];
+    for (int i = 0; i < 16; ++i) {
+      Bytes one = {}, two = {};
+      const int g = first + 2 * i;
+      if (g < groups) std::memcpy(&one, codes + 16 * g, 16);
+      if (g + 1 < groups) std::memcpy(&two, codes + 16 * (g + 1), 16);
+      x[0][i] = (one & 15) | (two << 4);
+      x[1][i] = (one >> 4) | (two & 0xf0);
+    }
+    for (int half = 0; half < 2; ++half) {
+      Bytes *from = x[half], *to = y;
+      for (int stage = 0; stage < 4; ++stage) {
+        for (int i = 0; i < 8; ++i) {
+          to[2 * i] = low_halves(from[i], from[i + 8]);
+          to[2 * i + 1] = high_halves(from[i], from[i + 8]);
+        }
+        Bytes* swapped = from;
+        from = to, to = swapped;
+      }
+      for (int i = 0; i < 16; ++i) std::memcpy(rows[16 * half + i] + first / 2, &from[i], 16);
+    }
+  }
+};
+
 // One token's key without its mean, still transformed: [key_groups * 32] numbers, those from key_dim on without meaning.
-inline void unpack_key(const PackedBody& b, int slot, float* out) {
+inline void unpack_key(const PackedBody& b, BlockSigns& signs, int slot, float* out) {
   const uint8_t* record = b.payload + int64_t(slot) * int64_t(b.record.bytes);
   const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record + b.record.key_pairs);
-  const uint8_t* code = b.codes(slot) + slot % 16;
-  const int shift = slot % EDGEKV_INDEX_TOKENS / 16 * 4, codes = b.key_dim / 4, groups = b.key_groups();
+  const uint8_t* positive = signs.row(b, slot);
+  const int groups = b.key_groups();
   float pair[16];
   for (int g = 0; g < groups; ++g) {
     // Eight pairs at a time; what is read behind the last of a record is the next record or the next plane.
     if (g % 8 == 0) store(pair, load(pairs + 2 * g));
     const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
     Vec level[2];
-    unpack<2>(record + 8 * g, level);
-    for (int half = 0; half < 2; ++half) {
-      uint32_t positive = 0;
-      for (int i = 0, c = 8 * g + 4 * half; i < 4 && c < codes; ++i, ++c) positive |= (uint32_t(code[16 * c]) >> shift & 15) << 4 * i;
-      store(out + 32 * g + 16 * half, with_signs(fma(level[half], scale, zero_point), positive));
-    }
+    levels(record + 8 * g, zero_point, scale, level);
+    uint32_t bits;
+    std::memcpy(&bits, positive + 4 * g, 4);
+    store(out + 32 * g, with_signs(level[0], bits & 0xffff));
+    store(out + 32 * g + 16, with_signs(level[1], bits >> 16));
   }
 }
 
@@ -64,8 +138,14 @@ inline void unpack_value_bits(const PackedBody& b, const uint8_t* record, float*
     if (g % 8 == 0) store(pair, load(pairs + 2 * g));
     const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
     Vec level[2];
-    unpack<kBits>(record + b.record.values + 4 * kBits * g, level);
-    for (int half = 0; half < 2; ++half) store(out + 32 * g + 16 * half, fma(level[half], scale, zero_point));
+    const uint8_t* codes = record + b.record.values + 4 * kBits * g;
+    if constexpr (kBits == 2) {
+      levels(codes, zero_point, scale, level);
+    } else {
+      unpack<kBits>(codes, level);
+      for (int half = 0; half < 2; ++half) level[half] = fma(level[half], scale, zero_point);
+    }
+    for (int half = 0; half < 2; ++half) store(out + 32 * g + 16 * half, level[half]);
   }
 }
 
@@ -125,12 +205,16 @@ inline Vec dot_rows(const float* keys, const float* query, int vectors, int stri
 inline void score_slots(const PackedBody& b, const int32_t* slots, int count, const float* queries, int rows, const float* bias, float* out,
                         int64_t stride, float* keys) {
   const int dim = packed_stride(b.key_dim), vectors = dim / 16;
+  BlockSigns signs;
+  IntervalCursor cursor;
+  for (int i = 0; i < count && i < 32; ++i) b.fetch(slots[i]);
   for (int at = 0; at < count; at += 16) {
-    int interval[16] = {};
+    int interval[16];
+    for (int i = at + 32; i < count && i < at + 48; ++i) b.fetch(slots[i]);
     for (int j = 0; j < 16; ++j) {
-      const int slot = slots[at + j < count ? at + j : at];
-      interval[j] = b.interval_of(b.positions[slot]);
-      unpack_key(b, slot, keys + j * dim);
+      const int slot = slots[at + j < count ? at + j : count - 1];
+      interval[j] = cursor.at(b, slot);
+      unpack_key(b, signs, slot, keys + j * dim);
     }
     for (int r = 0; r < rows; ++r) {
       const float* query = queries + r * dim;

@@ -60,24 +60,14 @@ inline void interval_biases(const PackedBody& b, const float* query, int first, 
 // lowest there is.
 inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias, int lo, int hi, int16_t* scores) {
   const int groups = b.key_dim / 4, start = lo / 32 * 32;
-  int64_t from = 0, to = 0;  // positions of the interval at hand
-  int at_hand = 0;
+  IntervalCursor cursor;
   for (int block = start; block < hi; block += 32, scores += 32) {
     const int first = block < lo ? lo : block, last = block + 32 < hi ? block + 32 : hi;
-    auto inside = [&](int slot) { return b.positions[slot] >= from && b.positions[slot] < to; };
-    auto turn_to = [&](int slot) {
-      at_hand = b.interval_of(b.positions[slot]);
-      from = int64_t(at_hand) * b.interval, to = from + b.interval;
-    };
-    if (!inside(first)) turn_to(first);
-    const bool together = inside(last - 1);
-    scan_block(b.codes(block), table, groups, together ? bias[at_hand] : 0, scores);
-    if (!together) {
-      for (int slot = first; slot < last; ++slot) {
-        if (!inside(slot)) turn_to(slot);
-        scores[slot - block] = int16_t(scores[slot - block] + bias[at_hand]);
-      }
-    }
+    const int32_t of_first = bias[cursor.at(b, first)];
+    const bool together = cursor.holds(b, last - 1);
+    scan_block(b.codes(block), table, groups, together ? of_first : 0, scores);
+    if (!together)
+      for (int slot = first; slot < last; ++slot) scores[slot - block] = int16_t(scores[slot - block] + bias[cursor.at(b, slot)]);
     for (int i = 0; i < first - block; ++i) scores[i] = INT16_MIN;
     for (int i = last - block; i < 32; ++i) scores[i] = INT16_MIN;
   }
@@ -197,11 +187,13 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
       kept += order[i] > threshold || same;
       equal -= same;
     }
-    keys_read = uint64_t(found) * 12 * b.key_groups();
-    index_read += uint64_t(found) * (dim / 4) / 2;
     meta_read += uint64_t(found) * 4 + uint64_t(b.intervals - first) * dim * 2 * r.group;
+    index_read += uint64_t(found) * b.sign_bytes();
+    keys_read = uint64_t(found) * 12 * b.key_groups();
+    found = kept;
   }
-  std::memcpy(out, list, size_t(wanted) * sizeof(int32_t));
+  // A damaged state may have had scores out of range, and fewer of them above the threshold than it should.
+  for (int i = 0; i < wanted; ++i) out[i] = i < found ? list[i] : -1;
   __atomic_fetch_add(&r.loaded->body_index, index_read, __ATOMIC_RELAXED);
   __atomic_fetch_add(&r.loaded->body_keys, keys_read, __ATOMIC_RELAXED);
   __atomic_fetch_add(&r.loaded->body_meta, meta_read, __ATOMIC_RELAXED);

@@ -242,6 +242,57 @@ void check_cache(const char* isa, const LayerParams& p, int tokens) {
   expect(worst < 2e-5, "outputs", worst, 2e-5);
 }
 
+// A compressed body of random bits: `isa` chooses the slots that scalar chooses, and attends to them and to all with close outputs.
+void check_packed(const char* isa, const LayerParams& p) {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  Cache cache(p);
+  const StateView s = view_state(p, cache.state);
+  const StateLayout at = state_layout(p);
+  const RecordLayout record = record_layout(p);
+  cache.position = int64_t(p.tail_slots) * p.intervals;
+  s.header->tail_base = s.header->rank_base = cache.position;
+  s.header->body_count = int32_t(cache.position) - p.sinks;
+  for (size_t i = at.index; i < at.mean; ++i) cache.state[i] = uint8_t(random());
+  for (int64_t i = 0; i < int64_t(p.kv_heads) * p.body_slots; ++i) {
+    s.body_pos[i] = int32_t(i % p.body_slots) + p.sinks;
+    uint16_t* pair = reinterpret_cast<uint16_t*>(s.payload + i * int64_t(record.bytes) + record.key_pairs);
+    for (size_t n = 0; n < (record.bytes - record.key_pairs) / 2; ++n) pair[n] = uint16_t(0x3000 + random() % 0x800);  // 1/8 .. 1/2
+  }
+  for (int64_t i = 0; i < int64_t(p.kv_heads) * p.intervals * p.key_dim; ++i) s.mean[i] = uint16_t(0x2800 + random() % 0x800);
+  for (int64_t i = 0; i < int64_t(p.kv_heads) * p.key_dim * 16; ++i) s.codebook[i] = normal(random);
+
+  const int rows = 3;
+  std::vector<float> q(size_t(rows * p.q_heads * p.key_dim)), k(size_t(rows * p.kv_heads * p.key_dim)), v(size_t(rows * p.kv_heads * p.value_dim));
+  for (auto* x : {&q, &k, &v})
+    for (float& number : *x) number = normal(random);
+  StepInputs in = {{q.data(), p.key_dim, int64_t(p.q_heads) * p.key_dim}, {k.data(), p.key_dim, int64_t(p.kv_heads) * p.key_dim},
+                   {v.data(), p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, cache.position, nullptr, nullptr, 0, nullptr, 0};
+  Threads two(2);
+  double worst = 0;
+  for (int retrieve : {0, 1, 40, s.header->body_count / 2}) {
+    s.header->retrieve = retrieve;
+    std::vector<int32_t> slots[2];
+    std::vector<float> y[2];
+    for (int run = 0; run < 2; ++run) {
+      set_isa(run ? isa : "scalar");
+      slots[run].resize(size_t(p.kv_heads) * rows * retrieve);
+      y[run].resize(size_t(rows * p.q_heads * p.value_dim));
+      in.slots = nullptr, in.chosen = 0;
+      if (retrieve > 0) {
+        if (retrieve_step(p, in, cache.state, cache.bytes, slots[run].data(), two)) std::printf("%s\n", error_text()), std::exit(1);
+        in.slots = slots[run].data(), in.chosen = retrieve;
+      }
+      if (attend_step(p, in, cache.state, cache.bytes, y[run].data(), two)) std::printf("%s\n", error_text()), std::exit(1);
+    }
+    expect(slots[0] == slots[1], "chosen slots", retrieve);
+    for (size_t i = 0; i < y[0].size(); ++i) worst = std::max(worst, double(std::fabs(y[0][i] - y[1][i])));
+  }
+  std::printf("%s: compressed, %d/%d heads of %d/%d, %d-bit values: outputs within %.2g of scalar\n", isa, p.q_heads, p.kv_heads, p.key_dim,
+              p.value_dim, p.value_bits, worst);
+  expect(worst < 1e-4, "outputs of a compressed body", worst, 1e-4);
+}
+
 void check_kernels() {
   LayerParams p;
   p.q_heads = 6, p.kv_heads = 2, p.key_dim = p.value_dim = 64, p.body_slots = 1024, p.tail_slots = 128, p.scale = 0.125f;
@@ -253,6 +304,11 @@ void check_kernels() {
   whole.element = kFloat32, whole.q_heads = 8;
   for (int i = 1; const char* isa = isa_name(i); ++i)
     for (const LayerParams& one : {p, window, heavy, odd, whole}) check_cache(isa, one, 700);
+  LayerParams packed = p, narrow = p;
+  packed.format = narrow.format = kFormatSelfIndex, packed.intervals = narrow.intervals = 8, packed.value_bits = 2, packed.sinks = 20;
+  narrow.key_dim = 40, narrow.value_dim = 24, narrow.value_bits = 8, narrow.softcap = 20.0f;
+  for (int i = 1; const char* isa = isa_name(i); ++i)
+    for (const LayerParams& one : {packed, narrow}) check_packed(isa, one);
 }
 
 }  // namespace

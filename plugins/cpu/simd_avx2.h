@@ -154,4 +154,12 @@ inline void transpose(Vec x[16]) {
   for (int i = 0; i < 16; ++i) x[i] = {parts[i / 8][i % 8], parts[i / 8 + 2][i % 8]};
 }
 
+// A look-up of 8 numbers takes the low 3 bits of each index: the code and, in the uppermost, a bit that must not matter.
+inline void levels(const uint8_t* p, Vec zero_point, Vec scale, Vec out[2]) {
+  const __m256 level = _mm256_fmadd_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), scale.a, zero_point.a);
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  out[0] = {_mm256_permutevar8x32_ps(level, bytes), _mm256_permutevar8x32_ps(level, _mm256_srli_epi32(bytes, 2))};
+  out[1] = {_mm256_permutevar8x32_ps(level, _mm256_srli_epi32(bytes, 4)), _mm256_permutevar8x32_ps(level, _mm256_srli_epi32(bytes, 6))};
+}
+
 }  // namespace

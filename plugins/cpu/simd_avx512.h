@@ -126,4 +126,14 @@ inline void transpose(Vec x[16]) {
   }
 }
 
+// A look-up of 16 numbers takes the low 4 bits of each index: the code and, in the upper two, another one, which must not matter.
+inline void levels(const uint8_t* p, Vec zero_point, Vec scale, Vec out[2]) {
+  const __m512i low = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(2), 1);
+  const __m512 four = _mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)), level = _mm512_fmadd_ps(four, scale.v, zero_point.v);
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_set1_epi64x(*reinterpret_cast<const __attribute__((may_alias)) int64_t*>(p)));
+  const __m512i first = _mm512_srlv_epi32(bytes, low);
+  out[0].v = _mm512_permutexvar_ps(first, level);
+  out[1].v = _mm512_permutexvar_ps(_mm512_srli_epi32(first, 4), level);
+}
+
 }  // namespace

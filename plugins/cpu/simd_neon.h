@@ -144,4 +144,9 @@ inline void transpose(Vec x[16]) {
   for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
+inline void levels(const uint8_t* p, Vec zero_point, Vec scale, Vec out[2]) {
+  unpack<2>(p, out);
+  for (int i = 0; i < 2; ++i) out[i] = fma(out[i], scale, zero_point);
+}
+
 }  // namespace

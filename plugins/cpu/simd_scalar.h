@@ -176,4 +176,10 @@ inline void transpose(Vec x[16]) {
     }
 }
 
+// 32 codes of 2 bits as zero_point + scale * code.
+inline void levels(const uint8_t* p, Vec zero_point, Vec scale, Vec out[2]) {
+  unpack<2>(p, out);
+  for (int i = 0; i < 2; ++i) out[i] = fma(out[i], scale, zero_point);
+}
+
 }  // namespace

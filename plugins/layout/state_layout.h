@@ -56,7 +56,9 @@ struct LayerParams {
 #undef EDGEKV_FLOAT
 };
 
-// What the kernels touched since the counters were last cleared, in bytes, one entry per plane and direction.
+// What the kernels touched since the counters were last cleared, in bytes, one entry per plane and direction. Of a selfindex body:
+// index are sign codes, keys and values the two parts of records, meta positions, mean keys and the codebook; sinks count as tail,
+// which lies in full as they do.
 enum Traffic : int32_t {
   kReadBodyKeys = 0, kReadBodyValues, kReadTailKeys, kReadTailValues, kReadBodyIndex, kReadBodyMeta,
   kWriteTail, kCompactRead, kCompactWrite, kTrafficSteps, kTrafficEntries = 16

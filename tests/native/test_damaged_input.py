@@ -30,7 +30,9 @@ def use(params: native.LayerParams, state: np.ndarray, position: int) -> None:
     """A step and a compaction; either may refuse."""
     text = Text({name: getattr(params, name) for name, _ in params._fields_}, 3)
     inv_freq = np.full(params.rotary_dim // 2, 0.1, np.float32)
+    packed = params.format
     for call in (
+        *([lambda: native.attend(params, text.q, text.k, text.v, position, state, slots=native.retrieve(params, text.q, position, state))] if packed else []),
         lambda: native.attend(params, text.q, text.k, text.v, position, state, threads=2),
         lambda: native.compact(params, state, position, int(state[:64].view(layout.HEADER["rank_base"])[4]), inv_freq),
         lambda: native.state_hash(params, state, position),
@@ -44,6 +46,8 @@ def use(params: native.LayerParams, state: np.ndarray, position: int) -> None:
 PARAMS = [
     make_params(body=48, tail=16), make_params("window", 32, 16, "fp16", "cache", sinks=5, rotary_dim=6),
     make_params("heavy", 48, 32, sinks=3, window=9, observe=11, score_normalise=1, sliding_window=20),
+    make_params("full", 96, 16, "fp16", format=1, intervals=7, sinks=5, key_dim=32, value_dim=40, sliding_window=30),
+    make_params("window", 32, 16, format=1, intervals=64, value_bits=2, key_dim=12, softcap=3.0),
 ]  # fmt: skip
 
 
@@ -58,7 +62,13 @@ def test_a_random_block_never_crashes(fields, data):
     header = state[: layout.HEADER.itemsize].view(layout.HEADER)[0]
     count = data.draw(st.integers(0, params.body_slots))
     base = count + data.draw(st.sampled_from([0, 1, 160, 2**30]))
-    header["body_count"], header["tail_base"], header["evicted"] = count, base, base - count
+    moved = 0
+    if params.format:  # boundaries, sinks in planes of their own
+        base = data.draw(st.integers(0, params.intervals)) * params.tail_slots
+        moved = min(params.sinks, base)
+        count = min(count, base - moved)
+        header["retrieve"], header["rerank"] = data.draw(st.integers(0, 40)), data.draw(st.sampled_from([0, 1, 3, 2**31 - 1]))
+    header["body_count"], header["tail_base"], header["evicted"] = count, base, base - count - moved
     header["rank_base"] = data.draw(st.integers(count, base)) if params.positions else base
     for name in data.draw(st.lists(st.sampled_from(["body_count", "tail_base", "rank_base", "evicted", "hidden_from", "hidden_to"]), max_size=1)):
         header[name] = data.draw(st.integers(-(2**31), 2**31 - 1))
