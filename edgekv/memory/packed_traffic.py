@@ -28,7 +28,7 @@ class PackedBody:
         self.moved = dict.fromkeys(("read_body_keys", "read_body_values", "read_body_index", "read_body_meta"), 0)
 
     def _read(self, tokens: int, values: bool = True, means: int = 0) -> None:
-        self.moved["read_body_index"] += tokens * (self.dim // 4) // 2
+        self.moved["read_body_index"] += tokens * ((self.dim // 4 + 1) // 2)  # an odd code shares no byte with another token
         self.moved["read_body_keys"] += tokens * self.key_bytes
         self.moved["read_body_values"] += tokens * self.value_bytes * values
         self.moved["read_body_meta"] += tokens * 4 + means * 2 * self.dim
