@@ -42,7 +42,7 @@ def test_adaptive_length_is_about_as_good_as_the_best_fixed_one_or_better(rows, 
 @pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
 @pytest.mark.parametrize("law", [0.0, 0.05, 0.15, 0.4, 1.0])
 @pytest.mark.parametrize("guess", [(0.35, 0.06), (0.5, 0.06)])
-def test_a_useless_draft_costs_at_most_three_percent(rows, law, guess):
+def test_pain_19_a_useless_draft_costs_at_most_three_percent(rows, law, guess):
     made = world(rows, law, USELESS, guess=guess)
     for seed in (1, 2):
         assert seconds(made, seed=seed) <= 1.03 * seconds(made, FixedLength(0), seed)

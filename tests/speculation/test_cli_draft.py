@@ -44,9 +44,12 @@ def test_greedy_text_does_not_depend_on_drafts(edgekv, folder, draft, gamma):
         assert told["acceptance_rate"] > 0.3 and told["weight_traffic_cut"] > 1.2
 
 
-def test_a_useless_draft_is_given_up(edgekv, folder):
-    told = json.loads(edgekv("run", folder / "target", "-p", "x", *RUN, "--draft", folder / "useless").stdout)["drafting"]
+def test_pain_19_a_useless_draft_is_given_up_and_its_acceptance_told(edgekv, folder):
+    arguments = ["run", folder / "target", "-p", "x", *RUN[:-1], "--draft", folder / "useless"]
+    told = json.loads(edgekv(*arguments, "--json").stdout)["drafting"]
     assert told["drafting_steps"] < 40
+    assert 0 <= told["acceptance_rate"] < 0.5
+    assert " tokens drafted, " in edgekv(*arguments).stderr.decode()
 
 
 def test_compare_runs_both_and_says_so(edgekv, folder):

@@ -97,7 +97,7 @@ def test_greedy_text_is_that_of_plain_decoding(policy, kind, engines):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["bundle", "self"])
-def test_every_byte_of_the_cache_is_that_of_plain_decoding(policy, kind, engines):
+def test_pain_29_every_byte_of_the_cache_is_that_of_plain_decoding(policy, kind, engines):
     target = RowByRow(engines[policy])
     hashes = {}
     for count in (57, 200, 331):
@@ -110,7 +110,7 @@ def test_every_byte_of_the_cache_is_that_of_plain_decoding(policy, kind, engines
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rejected_rounds_leave_no_trace(policy, engines):
+def test_pain_29_rejected_rounds_leave_no_trace(policy, engines):
     target = engines[policy]
     session = Session(target)
     session.feed(PROMPT * 4)
