@@ -7,7 +7,8 @@
 DRAFT is what `edgekv run --draft` takes. Tasks are prompts for instruction models: code (write some), edit (change a given
 program), summary (of --prompt-file). Decoding is greedy. All lengths take turns, prompt by prompt and repeat by repeat, so that a
 machine that slows down slows all of them; plain decoding has an engine of its own, loaded as `edgekv run` without --draft does it.
-Speeds are medians over repeats of total tokens / total decoding seconds. --json prints one object.
+Speeds are medians over repeats of total tokens / total decoding seconds. Beside the speed-up of the clock stands that of processor
+time, which with --threads 1 says what the clock would on a machine that does nothing else. --json prints one object.
 
 The pair of which docs/speculation.md tells figures is Qwen2.5-Coder-Instruct, 0.5B for 1.5B, exported from GGUF files:
 
@@ -61,6 +62,7 @@ class Result:
 
     tokens: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all threads of this process
 
 
 def prompts(arguments: argparse.Namespace, opened: bundle.Bundle, tokenizer) -> list[list[int]]:
@@ -83,14 +85,40 @@ def prompts(arguments: argparse.Namespace, opened: bundle.Bundle, tokenizer) -> 
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def decode(loaded, prompt: list[int], decoder, count: int, ends: set[int], result: Result) -> list[int]:
+@dataclass
+class Read:
+    """A prompt that was read: what a session and its engine are then, so that each way of decoding starts there."""
+
+    tokens: list[int]
+    logits: np.ndarray
+    arena: np.ndarray
+    session_base: int
+    engine_base: int
+    shift: int
+
+    @classmethod
+    def of(cls, loaded, prompt: list[int]) -> Read:
+        session = Session(loaded)
+        logits = session.feed(prompt, foresee=True).copy()
+        return cls(prompt, logits, loaded.arena.copy(), session.tail_base, loaded._tail_base, int(loaded._shift[0]))
+
+    def into(self, loaded) -> Session:
+        session = Session(loaded)
+        loaded.arena[:] = self.arena
+        session.tokens.extend(self.tokens)
+        session.tail_base, loaded._tail_base, loaded._shift[0] = self.session_base, self.engine_base, self.shift
+        return session
+
+
+def decode(loaded, read: Read, decoder, count: int, ends: set[int], result: Result) -> list[int]:
     """Up to `count` tokens behind the prompt; adds to `result` what came after the prompt was read."""
-    session, sampler = Session(loaded), Sampler(SamplingOptions(), loaded.vocab)
-    produced = decoder(session, sampler, session.feed(prompt))
+    session, sampler = read.into(loaded), Sampler(SamplingOptions(), loaded.vocab)
+    produced = decoder(session, sampler, read.logits)
     first = next(produced)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), time.process_time()
     tokens = [first, *itertools.takewhile(lambda token: token not in ends, itertools.islice(produced, count - 1))]
     result.seconds += time.perf_counter() - start
+    result.cpu_seconds += time.process_time() - before
     result.tokens += len(tokens) - 1
     produced.close()
     return tokens
@@ -129,16 +157,19 @@ def main() -> None:
     times: dict[object, list[Result]] = {way: [] for way in ["plain", *ways]}
     reports: dict[object, Speculation] = {}
     differing: dict[object, int] = {way: 0 for way in ways}
+    read: list[Read] = []
     for repeat in range(arguments.repeats):
         for way in times:
             times[way].append(Result())
         speculations = {
             way: Speculation(drafter, AdaptiveLength(drafter) if way is None else FixedLength(way), shared.vocab) for way in ways
         }
-        for index, prompt in enumerate(texts):
-            wanted = decode(alone, prompt, plain, arguments.tokens, ends, times["plain"][repeat])
+        for index, text in enumerate(texts):
+            if repeat == 0:
+                read.append(Read.of(alone, text))
+            wanted = decode(alone, read[index], plain, arguments.tokens, ends, times["plain"][repeat])
             for way in ways:
-                tokens = decode(shared, prompt, speculations[way], arguments.tokens, ends, times[way][repeat])
+                tokens = decode(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
                 differing[way] += tokens != wanted
             if sys.stderr.isatty():
                 print(f"\rrepeat {repeat + 1}/{arguments.repeats}, prompt {index + 1}/{len(texts)}", end="", file=sys.stderr)
@@ -149,10 +180,14 @@ def main() -> None:
     def speed(way) -> float:
         return statistics.median(result.tokens / result.seconds for result in times[way])
 
+    def cost(way) -> float:
+        return statistics.median(result.cpu_seconds / result.tokens for result in times[way])
+
     lines = []
     for way in ways:
         told = SpeculationReport.of(reports[way], opened.weight_bytes, way).to_json()
-        lines.append({**told, "tokens_per_second": speed(way), "speedup": speed(way) / speed("plain"), "texts_that_differ": differing[way]})
+        lines.append({**told, "tokens_per_second": speed(way), "speedup": speed(way) / speed("plain"),
+                      "cpu_speedup": cost("plain") / cost(way), "texts_that_differ": differing[way]})
     summary = {
         "target": str(arguments.target), "draft": arguments.draft, "task": arguments.task, "prompts": len(texts),
         "prompt_tokens": [len(text) for text in texts], "tokens": times["plain"][0].tokens, "repeats": arguments.repeats,
@@ -166,11 +201,11 @@ def main() -> None:
     print(f"{facts['cpu']}, {facts['threads']} threads, load {facts['load_1min']}")
     print(f"{arguments.target.name} with {arguments.draft}: {len(texts)} prompts of {int(np.mean(summary['prompt_tokens']))} tokens, "
           f"{summary['tokens']} tokens decoded, median of {arguments.repeats}; plain {summary['plain_tokens_per_second']:.2f} tokens/s")
-    print("   gamma  tokens/s  speed-up  tokens/step  accepted  weights read  texts that differ")
+    print("   gamma  tokens/s  speed-up  processor  tokens/step  accepted  weights read  texts that differ")
     for line in lines:
         rate = f"{line['acceptance_rate']:.0%}" if line["acceptance_rate"] is not None else "-"
         gamma = "adaptive" if line["gamma"] is None else line["gamma"]
-        print(f"{gamma:>8} {line['tokens_per_second']:9.2f} {line['speedup']:8.2f}x {line['tokens_per_target_step']:12.2f} {rate:>9} "
+        print(f"{gamma:>8} {line['tokens_per_second']:9.2f} {line['speedup']:8.2f}x {line['cpu_speedup']:9.2f}x {line['tokens_per_target_step']:12.2f} {rate:>9} "
               f"{1 / line['weight_traffic_cut']:12.2f}x {line['texts_that_differ']:10d} of {len(texts) * arguments.repeats}")
 
 
