@@ -45,6 +45,7 @@ def test_show_prints_every_figure_with_its_source(edgekv):  # noqa: F811
     assert json.loads(output(edgekv("devices", "show", "agx-thor", "--json")))["name"] == "agx-thor"
 
 
+@pytest.mark.slow
 def test_detected_profile_can_be_used_at_once(edgekv, tmp_path, model):  # noqa: F811
     file = tmp_path / "mine.yaml"
     done = edgekv("devices", "detect", "-o", file)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+import yaml
 
-from edgekv.memory import cuda_query, detect, profiles, stream
+from edgekv.memory import calibrate, cuda_query, detect, profiles, stream
+from edgekv.memory.predictor import Work, step_time
 
 
 def cache(base, cpu, index, level, kind, size, shared):
@@ -110,6 +112,20 @@ def test_no_driver_is_no_answer(tmp_path):
 
 def test_stream_test_reads_memory_at_a_plausible_rate():
     assert 0.5 < stream.read_gbps(1, 1 << 20) < 2000
+
+
+def test_a_calibration_on_little_memory_fits_the_schema_and_predicts(monkeypatch):
+    """All of it, on footprints of a few MiB; `edgekv devices detect` as a whole is one of the slow tests."""
+    monkeypatch.setattr(calibrate.machine, "available_memory", lambda: 64 << 20)
+    data = detect.detect(calibrate=False, measure=False)
+    data["memory"]["bandwidth"] = data["memory"]["measured_bandwidth"] = detect.figure(20, "GB/s", "a number for this test")
+    data["calibration"] = calibrate.calibrate(4 << 20, threads=1)
+    profile = profiles.parse_profile(yaml.safe_dump(data), "calibrated.yaml")
+    assert profile.data["calibration"]["on_chip"] is None
+    step = step_time(profile, Work({"int4": 1e8}, 1e7, layers=24, hidden=1024))
+    assert "rates measured on this device" in step.basis and 1e-4 < step.total < 10
+    chip = calibrate._weight_rates(4 << 20, 1, "here", calibrate.NARROW)
+    assert all(rate["value"] > 0.1 for rate in chip.values())
 
 
 @pytest.mark.parametrize("rates,held", [
