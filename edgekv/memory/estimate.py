@@ -130,6 +130,9 @@ def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profi
     moved = step_bytes(shape, streamed, cache, position)
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
+    if profile.data.get("calibration") and stay.replacement == "lru":
+        # Rates were timed with nearly all bytes on chip and with nearly none. In between, real caches fade as random replacement does.
+        weight_hit = hit_rate("random", stay.capacity, moved.weights, max(moved.kv_read, 1))
     cache_bytes = moved.kv_read + moved.kv_write
     hit = stay.hit * moved.kv_read / cache_bytes
     work = Work(streamed, cache_bytes, cache.policy.element, len(shape.layers), shape.hidden, weight_hit, hit)

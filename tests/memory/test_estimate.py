@@ -36,6 +36,29 @@ def test_bounded_cache_reads_stop_growing():
         assert reads[0] == reads[1] <= 23040 * (512 + 16)
 
 
+def test_weights_a_little_larger_than_a_calibrated_cache_come_in_part_from_it():
+    def figure(value, unit):
+        return {"value": value, "unit": unit, "source": "a number for this test", "confidence": "measured"}
+
+    def seconds(kib):
+        data = dict(profiles.load("n150").data)
+        data["cpu"] = [{**data["cpu"][0], "l3": figure(kib, "KiB")}]
+        dram, chip = ({name: figure(rate, "GB/s") for name in ("int4", "int8", "fp32")} for rate in (10, 30))
+        kv = {"fp16": figure(20, "GB/s"), "fp32": figure(20, "GB/s")}
+        data["calibration"] = {
+            "step_overhead": figure(0, "us"), "layer_overhead": figure(0, "us"), "weight_rate": dram, "narrow_weight_rate": dram,
+            "kv_rate": kv, "on_chip": {"weight_rate": chip, "kv_rate": kv}, "prefill_rate": figure(0.2, "TOP/s"),
+        }  # fmt: skip
+        return estimate.decode(s, INT4, cache_of(s, "window", "256tok"), profiles.Profile(data), 128).time.weights
+
+    s = shape("smollm2")
+    size = sum(INT4.streams(s).values())
+    all_on_chip, none = size / 30e9, size / 10e9
+    assert seconds(2 * size // 1024) == pytest.approx(all_on_chip)
+    assert seconds(size // 20480) == pytest.approx(none, rel=0.01)
+    assert 1.2 * all_on_chip < seconds(size * 2 // 3 // 1024) < 0.9 * none
+
+
 def test_weights_from_dram_unless_everything_fits_on_chip():
     s = shape("smollm2")
     cache = cache_of(s, "window", "128tok")
