@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from typing import Any
 
@@ -45,6 +46,14 @@ class LazyGroup(click.Group):
             return None
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        interrupts: list[int] = []
+
+        def interrupt(number: int, frame: Any) -> None:
+            interrupts.append(number)
+            signal.default_int_handler(number, frame)
+
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         try:
             result = super().main(*args, **{**kwargs, "standalone_mode": False})
             code = result if isinstance(result, int) else 0
@@ -56,8 +65,12 @@ class LazyGroup(click.Group):
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         except UserError as error:
-            click.echo(f"edgekv: {error}", err=True)
-            code = 2
+            code = INTERRUPTED if interrupts else 2  # a library that is interrupted may fail in a way of its own
+            if not interrupts:
+                click.echo(f"edgekv: {error}", err=True)
+        finally:
+            if signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(code)
 
 
