@@ -97,6 +97,12 @@ def _floats(name: str, array: np.ndarray | None, shape: tuple[int, ...]):
     return array.ctypes.data_as(_FLOATS)
 
 
+def _rotations(cos: np.ndarray | None, sin: np.ndarray | None, rows: int) -> tuple:
+    """Pointers to both tables and their columns, for a step of `rows` rows."""
+    columns = 0 if cos is None else cos.shape[-1]
+    return _floats("cos", cos, (rows, -1)), _floats("sin", sin, (rows, -1 if cos is None else columns)), columns
+
+
 def isa() -> str:
     """Name of the instruction set in use: "scalar", "avx2", "avx512" or "neon"."""
     return _lib.edgekv_isa().decode()
@@ -193,9 +199,7 @@ def attend(
             _floats("v", v, (rows, params.kv_heads, params.value_dim)),
             rows,
             position,
-            _floats("cos", cos, (rows, -1)),
-            _floats("sin", sin, (rows, -1 if cos is None else cos.shape[-1])),
-            0 if cos is None else cos.shape[-1],
+            *_rotations(cos, sin, rows),
             *_state(state),
             None if slots is None else slots.ctypes.data_as(_INTS),
             0 if slots is None else slots.shape[-1],
@@ -233,9 +237,7 @@ def retrieve(
             _floats("q", q, (rows, params.q_heads, params.key_dim)),
             rows,
             position,
-            _floats("cos", cos, (rows, -1)),
-            _floats("sin", sin, (rows, -1 if cos is None else cos.shape[-1])),
-            0 if cos is None else cos.shape[-1],
+            *_rotations(cos, sin, rows),
             *_state(state),
             slots.ctypes.data_as(_INTS),
             threads,

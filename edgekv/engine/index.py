@@ -12,8 +12,6 @@ from edgekv.engine import Reads
 from edgekv.errors import UserError
 from edgekv.retrieval import Retrieval, parse_retrieval
 
-_ALL = object()
-
 
 class Index:
     """Sets `retrieve` and `rerank` in every compressed layer's header, only when they change.
@@ -32,7 +30,7 @@ class Index:
         self.amount: Retrieval | None = parse_retrieval(policy["retrieve"]) if compressed else None
         self.rerank: int = policy["rerank"] if compressed else 1
         self._limit: int | None = None
-        self._set: object = "unknown"  # what the headers say: _ALL, a limit or None for the usual, or "unknown"
+        self._said: tuple[str, int | None] | None = None  # what the headers say: ("all", None) or ("some", limit); None: unknown
 
     def retrieve(self, amount: Retrieval, rerank: int | None) -> None:
         if self.amount is None:
@@ -42,7 +40,7 @@ class Index:
 
     def grown(self) -> None:
         """The number of compressed tokens has changed, or the headers were written anew."""
-        self._set = "unknown"
+        self._said = None
 
     def limit(self, tokens: int | None) -> None:
         """At most so many tokens per row, chosen by their codes alone; None: as many as usual."""
@@ -50,14 +48,14 @@ class Index:
 
     def attend_to_all(self) -> None:
         """The next step is of a prompt."""
-        if self._set is not _ALL:
+        if self._said != ("all", None):
             for fields in self._fields:
                 fields[:] = 0, 1
-            self._set = _ALL
+            self._said = "all", None
 
     def choose(self) -> None:
         """The next step retrieves."""
-        if self._set is self._limit:
+        if self._said == ("some", self._limit):
             return
         for header, fields in zip(self._headers, self._fields, strict=True):
             count = int(header["body_count"][0])
@@ -66,7 +64,7 @@ class Index:
                 fields[:] = self._limit, 1
             else:
                 fields[:] = wanted, self.rerank
-        self._set = self._limit
+        self._said = "some", self._limit
 
     def reads(self) -> Reads:
         traffic = np.sum([header["traffic"][0] for header in self._headers], axis=0, dtype=np.uint64)

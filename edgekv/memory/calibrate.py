@@ -19,6 +19,7 @@ import numpy as np
 
 from edgekv import layout, machine, native
 from edgekv.memory.micrograph import Graph
+from edgekv.memory.profiles import figure
 
 MICROSOFT = "com.microsoft"
 BLOCK = 32
@@ -184,8 +185,6 @@ def cache_seconds(element: str, total: int, threads: int, depth: int = 4096, gro
 
 def calibrate(last_level_bytes: int, threads: int | None = None) -> dict[str, Any]:
     """The `calibration` section of a profile; about 20 seconds. last_level_bytes: of the last cache, which must not help."""
-    from edgekv.memory.detect import figure
-
     threads = threads or machine.default_threads()
     total = min(max(8 * last_level_bytes, 128 << 20), 512 << 20, machine.available_memory() // 8)  # victim caches fade slowly
     few, many = decoder_seconds(4, threads), decoder_seconds(24, threads)
@@ -208,8 +207,6 @@ def calibrate(last_level_bytes: int, threads: int | None = None) -> dict[str, An
 
 def _weight_rates(total: int, threads: int, source: str, hidden: int) -> dict[str, Any]:
     """Weight rates by format, GB/s, over footprints of `total` bytes."""
-    from edgekv.memory.detect import figure
-
     rates = {}
     for weights in ("int4", "int8", "fp32"):
         took, moved, _ = weight_seconds(weights, total, threads, hidden=hidden)
@@ -219,8 +216,6 @@ def _weight_rates(total: int, threads: int, source: str, hidden: int) -> dict[st
 
 def _cache_rates(total: int, threads: int, source: str) -> dict[str, Any]:
     """KV rates by element, GB/s, over footprints of `total` bytes."""
-    from edgekv.memory.detect import figure
-
     rates = {}
     for element in ("fp16", "fp32"):
         took, moved = cache_seconds(element, total, threads)

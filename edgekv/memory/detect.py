@@ -15,13 +15,7 @@ import psutil
 from edgekv import machine
 from edgekv.memory import cuda_query, profiles, stream
 from edgekv.memory.counters.emc_sysfs import read_number
-
-UNKNOWN = "not found on this machine"
-
-
-def figure(value: float | int | None, unit: str, source: str, confidence: str = "read") -> dict[str, Any]:
-    return {"value": value, "unit": unit, "source": source if value is not None else UNKNOWN, "confidence": confidence if value is not None else "unknown"}
-
+from edgekv.memory.profiles import figure
 
 def _text(path: Path) -> str:
     try:

@@ -23,6 +23,14 @@ from edgekv.memory.schema import first_error
 
 MAX_PROFILE_BYTES = 1 << 20
 KIB, MIB = 1 << 10, 1 << 20
+NOT_FOUND = "not found on this machine"
+
+
+def figure(value: float | int | None, unit: str, source: str, confidence: str = "read") -> dict[str, Any]:
+    """A figure as a profile's data holds it; an unknown value (None) has no source and no confidence."""
+    if value is None:
+        source, confidence = NOT_FOUND, "unknown"
+    return {"value": value, "unit": unit, "source": source, "confidence": confidence}
 
 
 @dataclass(frozen=True)

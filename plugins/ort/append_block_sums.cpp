@@ -11,10 +11,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
-#include "cpu/error.h"
-#include "ort/kernel_io.h"
+#include "ort/cpu_op.h"
 #include "ort/session_threads.h"
 
 namespace edgekv::ort {
@@ -24,10 +22,6 @@ constexpr int64_t kBlock = 32;
 constexpr int64_t kRowsPerItem = 16;
 
 int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
-
-struct Kernel {
-  const Api* api;
-};
 
 void append(const float* x, int64_t columns, float* y) {
   const int64_t wide = padded(columns), count = wide / kBlock;
@@ -40,16 +34,23 @@ void append(const float* x, int64_t columns, float* y) {
   }
 }
 
-int compute(const Kernel& kernel, KernelContext* context) {
+struct Kernel {
+  static constexpr const char* kName = "AppendBlockSums";
+  const Api* api;
+  int create(const KernelInfo*) { return 0; }
+  int compute(KernelContext* context) const;
+};
+
+int Kernel::compute(KernelContext* context) const {
   Tensor x;
-  if (read_input(kernel.api, context, 0, &x)) return 1;
-  if (x.rank < 1 || x.data == nullptr) return fail("AppendBlockSums: x must have at least one row and one column");
+  if (read_input(api, context, 0, &x)) return 1;
+  if (x.rank < 1 || x.data == nullptr) return fail("x must have at least one row and one column");
   const int64_t columns = x.dims[x.rank - 1], rows = x.size() / columns, wide = padded(columns) + padded(padded(columns) / kBlock);
   int64_t shape[Tensor::kMaxRank];
   std::copy(x.dims, x.dims + x.rank, shape);
   shape[x.rank - 1] = wide;
   void* out;
-  if (make_output(kernel.api, context, 0, shape, x.rank, &out)) return 1;
+  if (make_output(api, context, 0, shape, x.rank, &out)) return 1;
   const float* from = static_cast<const float*>(x.data);
   float* to = static_cast<float*>(out);
   const auto some = [=](size_t item) {
@@ -60,36 +61,18 @@ int compute(const Kernel& kernel, KernelContext* context) {
   if (items == 1) {
     some(0);
   } else {
-    SessionThreads(kernel.api, context).each(items, some);
+    SessionThreads(api, context).each(items, some);
   }
   return 0;
 }
 
 const CustomOp* make_op() {
-  static CustomOp op = {};
-  op.version = kApiVersion;
-  op.get_name = [](const CustomOp*) { return "AppendBlockSums"; };
-  op.get_execution_provider = [](const CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  static CustomOp op = cpu_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return 1; };
   op.get_input_type = [](const CustomOp*, size_t) { return kFloat; };
   op.get_input_presence = [](const CustomOp*, size_t) { return kRequired; };
-  op.get_input_memory = [](const CustomOp*, size_t) { return kMemoryDefault; };
   op.get_output_count = [](const CustomOp*) -> size_t { return 1; };
   op.get_output_type = [](const CustomOp*, size_t) { return kFloat; };
-  op.get_output_presence = [](const CustomOp*, size_t) { return kRequired; };
-  op.create_kernel_v2 = [](const CustomOp*, const Api* api, const KernelInfo*, void** made) -> Status* {
-    *made = new (std::nothrow) Kernel{api};
-    return *made ? nullptr : function<CreateStatus>(api)(kFail, "AppendBlockSums: out of memory");
-  };
-  op.kernel_compute_v2 = [](void* made, KernelContext* context) -> Status* {
-    const Kernel& kernel = *static_cast<const Kernel*>(made);
-    return compute(kernel, context) == 0 ? nullptr : function<CreateStatus>(kernel.api)(kInvalidArgument, error_text());
-  };
-  op.kernel_destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.get_start_version = [](const CustomOp*) { return 1; };
-  op.get_end_version = [](const CustomOp*) { return 1; };
-  op.get_alias_map = [](int**, int**) -> size_t { return 0; };
-  op.release_alias_map = [](int*, int*) {};
   return &op;
 }
 

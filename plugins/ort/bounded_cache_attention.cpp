@@ -9,13 +9,10 @@
 #include "ort/bounded_cache_attention.h"
 
 #include <cinttypes>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "cpu/attention.h"
-#include "cpu/error.h"
-#include "ort/kernel_io.h"
+#include "ort/cpu_op.h"
 #include "ort/session_threads.h"
 #include "ort/step_inputs.h"
 
@@ -25,22 +22,18 @@ namespace {
 constexpr size_t kSlots = kStepInputs, kInputs = kStepInputs + 1;
 
 struct Kernel {
+  static constexpr const char* kName = "BoundedCacheAttention";
   const Api* api;
-  LayerParams params;
+  LayerParams p;
   std::vector<float> inv_freq;
+  int create(const KernelInfo* info) { return read_params(api, info, &p, &inv_freq); }
+  int compute(KernelContext* context) const;
 };
 
-Status* refusal(const Api* api) {
-  char text[600];
-  snprintf(text, sizeof(text), "BoundedCacheAttention: %s", error_text());
-  return function<CreateStatus>(api)(kInvalidArgument, text);
-}
-
-int compute(const Kernel& kernel, KernelContext* context) {
-  const LayerParams& p = kernel.params;
+int Kernel::compute(KernelContext* context) const {
   Tensor input[kInputs];
   for (size_t i = 0; i < kInputs; ++i)
-    if (read_input(kernel.api, context, i, &input[i])) return 1;
+    if (read_input(api, context, i, &input[i])) return 1;
 
   StepInputs in = {};
   if (view_step(p, input, &in)) return 1;
@@ -54,56 +47,27 @@ int compute(const Kernel& kernel, KernelContext* context) {
   const Tensor& state = input[kState];
   void *y, *same;
   const int64_t shape[3] = {1, in.rows, int64_t(p.q_heads) * p.value_dim};
-  if (make_output(kernel.api, context, 1, state.dims, state.rank, &same)) return 1;
+  if (make_output(api, context, 1, state.dims, state.rank, &same)) return 1;
   if (state.data == nullptr || same != state.data)
     return fail("the state must be updated in place: bind the state input and the state output of layer %d to one buffer", p.layer);
-  if (make_output(kernel.api, context, 0, shape, 3, &y)) return 1;
-  SessionThreads threads(kernel.api, context);
+  if (make_output(api, context, 0, shape, 3, &y)) return 1;
+  SessionThreads threads(api, context);
   return attend_step(p, in, state.data, state.size(), static_cast<float*>(y), threads);
 }
 
-Status* create_kernel(const CustomOp*, const Api* api, const KernelInfo* info, void** made) try {
-  auto kernel = std::make_unique<Kernel>(Kernel{api, {}, {}});
-  if (read_params(api, info, &kernel->params, &kernel->inv_freq)) return refusal(api);
-  *made = kernel.release();
-  return nullptr;
-} catch (const std::bad_alloc&) {
-  return function<CreateStatus>(api)(kFail, "BoundedCacheAttention: out of memory");
-}
-
-Status* compute_kernel(void* made, KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(made);
-  try {
-    return compute(kernel, context) == 0 ? nullptr : refusal(kernel.api);
-  } catch (const std::bad_alloc&) {
-    return function<CreateStatus>(kernel.api)(kFail, "BoundedCacheAttention: out of memory");
-  }
-}
-
 const CustomOp* make_op() {
-  static CustomOp op = {};
-  op.version = kApiVersion;
-  op.get_name = [](const CustomOp*) { return "BoundedCacheAttention"; };
-  op.get_execution_provider = [](const CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  static CustomOp op = cpu_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return kInputs; };
   op.get_input_type = [](const CustomOp*, size_t i) { return i == kSlots ? kInt32 : step_input_type(i); };
-  op.get_input_presence = [](const CustomOp*, size_t i) { return i == kQ || i == kPosition || i == kState ? kRequired : kOptional; };
-  op.get_input_memory = [](const CustomOp*, size_t) { return kMemoryDefault; };
+  op.get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
   op.get_output_count = [](const CustomOp*) -> size_t { return 2; };
   op.get_output_type = [](const CustomOp*, size_t i) { return i == 0 ? kFloat : kInt8; };
-  op.get_output_presence = [](const CustomOp*, size_t) { return kRequired; };
-  op.create_kernel_v2 = create_kernel;
-  op.kernel_compute_v2 = compute_kernel;
-  op.kernel_destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.get_start_version = [](const CustomOp*) { return 1; };
-  op.get_end_version = [](const CustomOp*) { return 1; };
   op.get_alias_map = [](int** inputs, int** outputs) -> size_t {
     static int from = kState, to = 1;
     *inputs = &from;
     *outputs = &to;
     return 1;
   };
-  op.release_alias_map = [](int*, int*) {};
   return &op;
 }
 
