@@ -64,6 +64,7 @@ class Emulated:
         self.lib.emulation_error.restype = c_char_p
         self.lib.emulation_sites.restype = c_char_p
         self.lib.edgekv_cuda_step_workspace.restype = c_longlong
+        self.lib.edgekv_cuda_retrieve_workspace.restype = c_longlong
         self.lib.edgekv_cuda_compact_workspace.restype = c_longlong
         self.lib.emulation_configure.argtypes = [c_int, c_uint64]
 
@@ -97,13 +98,46 @@ class EmulatedCache:
     def view(self) -> layout.StateView:
         return layout.StateView(self.params, self.block)
 
-    def attend(self, q, k, v, position, *, cos=None, sin=None, heads_first=False, half=False, half_table=False) -> np.ndarray:
-        """As the oracle; q, k, v are handed over as [heads, T, dim] with heads_first, and as float16 with half; cos and sin with half_table."""
-        p, kind = self.params, np.float16 if half else np.float32
-        keep = []  # arrays the structure points into
+    def attend(self, q, k, v, position, *, slots=None, half=False, **how) -> np.ndarray:
+        """As the oracle; slots uint32 [kv_heads, T, body_slots/32] as `retrieve` gives them; `how` as in _step."""
+        p = self.params
+        y = np.full((len(q), p["q_heads"], p["value_dim"]), 7, np.float16 if half else np.float32)
+        workspace = aligned(self.library.lib.edgekv_cuda_step_workspace(self.packed, len(q)))
+        step, _keep = self._step(q, k, v, position, half=half, **how)
+        step.y, step.slots = y.ctypes.data, None if slots is None else slots.ctypes.data
+        self.library.check(
+            self.library.lib.edgekv_cuda_step(
+                self.packed, c_void_p(self.block.ctypes.data), ctypes.byref(step), c_void_p(workspace.ctypes.data), None
+            )
+        )
+        return y
+
+    def retrieve(self, q, position, **how) -> np.ndarray:
+        """The body slots that each row should attend to, as bits: uint32 [kv_heads, T, body_slots/32]."""
+        p = self.params
+        slots = np.full((p["kv_heads"], len(q), p["body_slots"] // 32), 0xA5A5A5A5, np.uint32)
+        workspace = aligned(self.library.lib.edgekv_cuda_retrieve_workspace(self.packed, len(q)))
+        step, _keep = self._step(q, q, q, position, **how)
+        self.library.check(
+            self.library.lib.edgekv_cuda_retrieve(
+                self.packed,
+                c_void_p(self.block.ctypes.data),
+                ctypes.byref(step),
+                c_void_p(slots.ctypes.data),
+                c_void_p(workspace.ctypes.data),
+                None,
+            )
+        )
+        return slots
+
+    @staticmethod
+    def _step(q, k, v, position, *, cos=None, sin=None, heads_first=False, half=False, half_table=False) -> tuple[CudaStep, list]:
+        """The structure for a step, and the arrays it points into. q, k, v are handed over as [heads, T, dim] with heads_first, and as
+        float16 with half; cos and sin with half_table."""
+        keep = []
 
         def rows(x):
-            x = np.ascontiguousarray(x.transpose(1, 0, 2) if heads_first else x, kind)
+            x = np.ascontiguousarray(x.transpose(1, 0, 2) if heads_first else x, np.float16 if half else np.float32)
             keep.append(x)
             _, second, dim = x.shape
             strides = (dim, second * dim) if heads_first else (second * dim, dim)
@@ -115,19 +149,10 @@ class EmulatedCache:
             keep.append(np.ascontiguousarray(x, np.float16 if half_table else np.float32))
             return keep[-1].ctypes.data
 
-        y = np.full((len(q), p["q_heads"], p["value_dim"]), 7, kind)
-        where = np.array([position], np.int64)
-        workspace = aligned(self.library.lib.edgekv_cuda_step_workspace(self.packed, len(q)))
+        keep.append(np.array([position], np.int64))
+        where = keep[-1].ctypes.data
         width = 0 if cos is None else cos.shape[-1]
-        step = CudaStep(
-            rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, int(half_table), where.ctypes.data, y.ctypes.data
-        )
-        self.library.check(
-            self.library.lib.edgekv_cuda_step(
-                self.packed, c_void_p(self.block.ctypes.data), ctypes.byref(step), c_void_p(workspace.ctypes.data), None
-            )
-        )
-        return y
+        return CudaStep(rows(q), rows(k), rows(v), int(half), len(q), table(cos), table(sin), width, int(half_table), where), keep
 
     def compact(self, position: int, rank_base: int | None = None) -> None:
         workspace = aligned(self.library.lib.edgekv_cuda_compact_workspace(self.packed))
@@ -143,3 +168,17 @@ class EmulatedCache:
                 None,
             )
         )
+
+
+def slots_of(bits: np.ndarray) -> list[np.ndarray]:
+    """Bits of the slots of many rows, uint32 [..., words], as one ascending array of slots per row, in order of the rows."""
+    flags = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), axis=-1, bitorder="little")
+    return [np.flatnonzero(row) for row in flags.reshape(-1, flags.shape[-1])]
+
+
+def bits_of(slots: np.ndarray, body_slots: int) -> np.ndarray:
+    """Slots int32 [kv_heads, T, k] as the CPU kernels give them, -1 for none, as bits: uint32 [kv_heads, T, body_slots/32]."""
+    flags = np.zeros((*slots.shape[:2], body_slots), np.uint8)
+    heads, rows, which = np.nonzero(slots >= 0)
+    flags[heads, rows, slots[heads, rows, which]] = 1
+    return np.packbits(flags, axis=-1, bitorder="little").view(np.uint32)

@@ -42,6 +42,7 @@ class CudaStep(ctypes.Structure):
         ("table_half", c_int),
         ("position", c_void_p),
         ("y", c_void_p),
+        ("slots", c_void_p),
     ]
 
 

@@ -4,6 +4,8 @@
 #include <cstdio>
 
 #include "launch.cuh"
+#include "launch_packed.cuh"
+#include "launch_retrieve.cuh"
 
 namespace {
 
@@ -20,20 +22,39 @@ int launched() {
   return refuse(cudaGetErrorString(e));
 }
 
-edgekv::cuda::Layer make_layer(const edgekv::LayerParams& p, void* state) {
-  edgekv::cuda::Layer l{};
-  l.p = p;
-  l.at = edgekv::state_layout(p);
-  l.hash = edgekv::params_hash(p);
-  l.state = static_cast<unsigned char*>(state);
-  return l;
+edgekv::cuda::Rows make_rows(const EdgekvRows& r) { return {r.data, r.row_stride, r.head_stride}; }
+
+edgekv::cuda::Step make_step(const edgekv::LayerParams& p, void* state, const EdgekvStep& step) {
+  edgekv::cuda::Step s{};
+  s.layer = edgekv::cuda::make_layer(p, state);
+  s.q = make_rows(step.q);
+  s.k = make_rows(step.k);
+  s.v = make_rows(step.v);
+  s.half = step.half;
+  s.cos = step.cos;
+  s.sin = step.sin;
+  s.table = step.table;
+  s.table_half = step.table_half;
+  s.position = step.position;
+  s.rows = step.rows;
+  s.y = step.y;
+  s.slots = step.slots;
+  return s;
 }
 
-edgekv::cuda::Rows make_rows(const EdgekvRows& r) { return {r.data, r.row_stride, r.head_stride}; }
+int check_rows(const edgekv::LayerParams& p, const EdgekvStep& step) {
+  if (const char* sentence = edgekv::check_params(p)) return refuse(sentence);
+  if (step.rows < 1 || step.rows > p.tail_slots) return refuse("a step has between 1 and tail_slots rows");
+  if (p.fused_rotary && (!step.cos || !step.sin || step.table < p.rotary_dim / 2)) return refuse("fused_rotary needs cos and sin with rotary_dim / 2 columns");
+  return 0;
+}
 
 }  // namespace
 
-long long edgekv_cuda_step_workspace(const edgekv::LayerParams* p, int rows) { return (long long)edgekv::cuda::step_workspace_bytes(*p, rows); }
+long long edgekv_cuda_step_workspace(const edgekv::LayerParams* p, int rows) {
+  const bool packed = p->format == edgekv::kFormatSelfIndex;
+  return (long long)(packed ? edgekv::cuda::packed_step_workspace_bytes(*p, rows) : edgekv::cuda::step_workspace_bytes(*p, rows));
+}
 
 long long edgekv_cuda_compact_workspace(const edgekv::LayerParams* p) {
   edgekv::cuda::Compaction c{};
@@ -41,30 +62,42 @@ long long edgekv_cuda_compact_workspace(const edgekv::LayerParams* p) {
   return (long long)edgekv::cuda::place_compaction(c, nullptr);
 }
 
+long long edgekv_cuda_retrieve_workspace(const edgekv::LayerParams* p, int rows) {
+  return (long long)edgekv::cuda::retrieve_workspace_bytes(*p, rows);
+}
+
+int edgekv_cuda_retrieve(const edgekv::LayerParams* p, void* state, const EdgekvStep* step, unsigned* slots, void* workspace, void* stream) {
+  if (check_rows(*p, *step)) return 1;
+  if (p->format != edgekv::kFormatSelfIndex) return refuse("only a compressed body can be searched: this cache is dense");
+  if (!state || !step->q.data || !step->position || !slots) return refuse("retrieval needs q, position, state and slots");
+  if (!workspace) return refuse("the retrieval needs a workspace");
+  edgekv::cuda::Retrieval r{};
+  r.s = make_step(*p, state, *step);
+  r.s.slots = r.out = slots;
+  place_retrieval(r, static_cast<unsigned char*>(workspace));
+  edgekv::cuda::launch_retrieve(r, static_cast<cudaStream_t>(stream));
+  return launched();
+}
+
 int edgekv_cuda_step(const edgekv::LayerParams* p, void* state, const EdgekvStep* step, void* workspace, void* stream) {
-  if (const char* sentence = edgekv::check_params(*p)) return refuse(sentence);
-  if (step->rows < 1 || step->rows > p->tail_slots) return refuse("a step has between 1 and tail_slots rows");
+  if (check_rows(*p, *step)) return 1;
   if (!state || !step->q.data || !step->k.data || !step->v.data || !step->position || !step->y) return refuse("a step needs q, k, v, position, state and y");
-  if (p->fused_rotary && (!step->cos || !step->sin || step->table < p->rotary_dim / 2)) return refuse("fused_rotary needs cos and sin with rotary_dim / 2 columns");
   if (!workspace && edgekv_cuda_step_workspace(p, step->rows) > 0) return refuse("the step needs a workspace");
-  edgekv::cuda::Step s{};
-  s.layer = make_layer(*p, state);
-  s.q = make_rows(step->q);
-  s.k = make_rows(step->k);
-  s.v = make_rows(step->v);
-  s.half = step->half;
-  s.cos = step->cos;
-  s.sin = step->sin;
-  s.table = step->table;
-  s.table_half = step->table_half;
-  s.position = step->position;
-  s.rows = step->rows;
-  s.y = step->y;
-  s.row_block = edgekv::cuda::rows_per_warp(*p, s.rows) * edgekv::cuda::kWarps;
+  edgekv::cuda::Step s = make_step(*p, state, *step);
   s.split = edgekv::cuda::split_slots(*p);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const bool half = p->element == edgekv::kFloat16;
+  if (p->format == edgekv::kFormatSelfIndex) {
+    place_packed_step(s, static_cast<unsigned char*>(workspace));
+    s.row_block = rows_per_warp(s) * edgekv::cuda::kWarps;
+    half ? edgekv::cuda::launch_packed_step<__half>(s, queue) : edgekv::cuda::launch_packed_step<float>(s, queue);
+    return launched();
+  }
+  s.slots = nullptr;
   s.part = static_cast<float*>(workspace);
-  if (p->element == edgekv::kFloat16) edgekv::cuda::launch_step<__half>(s, static_cast<cudaStream_t>(stream));
-  else edgekv::cuda::launch_step<float>(s, static_cast<cudaStream_t>(stream));
+  s.walks = edgekv::cuda::walks(*p, s.rows);
+  s.row_block = rows_per_warp(s) * edgekv::cuda::kWarps;
+  half ? edgekv::cuda::launch_step<__half>(s, queue) : edgekv::cuda::launch_step<float>(s, queue);
   return launched();
 }
 
@@ -80,7 +113,7 @@ int edgekv_cuda_compact(const edgekv::LayerParams* p, const float* inv_freq, voi
   if (!state) return refuse("compaction needs a state");
   if (!workspace && edgekv_cuda_compact_workspace(p) > 0) return refuse("the compaction needs a workspace");
   edgekv::cuda::Compaction c{};
-  c.layer = make_layer(*p, state);
+  c.layer = edgekv::cuda::make_layer(*p, state);
   c.inv_freq = inv_freq;
   c.position = position;
   c.rank_base = rank_base;

@@ -19,6 +19,7 @@ struct EdgekvStep {
   int table_half;             // cos and sin are float16
   const long long* position;  // one int64 in device memory
   void* y;                    // [T, q_heads * value_dim]
+  const unsigned* slots;      // what each row attends to of a compressed body, as edgekv_cuda_retrieve writes it; null: all of it
 };
 
 #if defined(_WIN32)
@@ -34,6 +35,14 @@ EDGEKV_API long long edgekv_cuda_compact_workspace(const edgekv::LayerParams* pa
 // Appends the rows to the tail of `state` and attends. A state of other parameters, or rows beyond the boundary, cannot be seen
 // from the host: such a step leaves the state alone and fills y with NaN.
 EDGEKV_API int edgekv_cuda_step(const edgekv::LayerParams* params, void* state, const EdgekvStep* step, void* workspace, void* stream);
+
+// Writes which slots of a compressed body each row should attend to: [kv_heads][T][body_slots / 32] words, bit i of word w for slot
+// 32 w + i. How many are wanted stands in the state's header (`retrieve`, `rerank`); 0 means all and leaves no bit set. Reads q, rows,
+// rotation and position of the step. Rows in blocks longer than 16 attend to everything: for them nothing is written, and a
+// state that asks for less is answered with NaN by edgekv_cuda_step.
+EDGEKV_API long long edgekv_cuda_retrieve_workspace(const edgekv::LayerParams* params, int rows);
+EDGEKV_API int edgekv_cuda_retrieve(const edgekv::LayerParams* params, void* state, const EdgekvStep* step, unsigned* slots, void* workspace,
+                                    void* stream);
 
 // Moves the full tail into the body at the boundary `position`. inv_freq: [rotary_dim / 2] float32 in device memory, read with
 // positions = cache.

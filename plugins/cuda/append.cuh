@@ -17,11 +17,12 @@ EDGEKV_DEVICE void count_step(const Step& s, const Tail& tail) {
   const int first_observed = p.tail_slots - p.observe > tail.committed ? p.tail_slots - p.observe : tail.committed;
   const uint64_t observed = keeps_scores(p) && int(newest) > first_observed ? newest - first_observed : 0;
   uint64_t* t = header(s.layer)->traffic;
-  t[kReadBodyKeys] += passes * blocks(kept) * p.key_dim * element;
-  t[kReadBodyValues] += passes * kept * p.value_dim * element;
+  const bool sinks = s.layer.sinks_as_body;  // count as tail; attend_packed.cuh counts what it reads of the body
+  t[sinks ? kReadTailKeys : kReadBodyKeys] += passes * blocks(kept) * p.key_dim * element;
+  t[sinks ? kReadTailValues : kReadBodyValues] += passes * kept * p.value_dim * element;
   t[kReadTailKeys] += passes * blocks(newest) * p.key_dim * element;
   t[kReadTailValues] += passes * newest * p.value_dim * element;
-  t[kReadBodyMeta] += passes * kept * 4;
+  if (!sinks) t[kReadBodyMeta] += passes * kept * 4;
   t[kWriteTail] += (heads * s.rows * (p.key_dim + p.value_dim) + observed * p.q_heads * p.key_dim) * element;
   t[kTrafficSteps] += 1;
 }
@@ -31,7 +32,7 @@ template <typename Elem>
 __global__ void append_rows(const Step s) {
   const Layer& l = s.layer;
   const LayerParams& p = l.p;
-  const Tail tail = read_tail(l, *s.position, s.rows);
+  const Tail tail = read_step(s);
   if (!tail.ok) return;
   const int t = int(blockIdx.x), h = int(blockIdx.y), slot = tail.committed + t;
   if (t == 0 && h == 0 && threadIdx.x == 0) count_step(s, tail);

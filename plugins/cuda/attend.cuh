@@ -58,6 +58,18 @@ EDGEKV_DEVICE Merge merge(float running, float partial) {
 }
 EDGEKV_DEVICE float merged(const Merge& m, float running, float partial) { return fmaf(partial, m.add, __fmul_rn(running, m.keep)); }
 
+// Leaves a row's result of some splits for the merge: this block's share of the values, and once the softmax's maximum and sum.
+template <int ValueChunks>
+EDGEKV_DEVICE void store_part(float* part, int value_dim, int value_first, int value_width, const float (&sum)[ValueChunks][2], float row_max,
+                              float row_sum, int lane) {
+#pragma unroll
+  for (int c = 0; c < ValueChunks; ++c)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (c * kTileDims + 2 * lane + e < value_width) part[value_first + c * kTileDims + 2 * lane + e] = sum[c][e];
+  if (lane == 0 && value_first == 0) part[value_dim] = row_max, part[value_dim + 1] = row_sum;
+}
+
 template <typename Elem, int RowsPerWarp>
 EDGEKV_HOST_DEVICE size_t attend_shared_bytes(int key_dim) {
   const size_t rows = RowsPerWarp * kWarps;
@@ -102,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   const int value_first = int(blockIdx.z) % value_tiles * ValueChunks * kTileDims;
   const int value_width = p.value_dim - value_first < ValueChunks * kTileDims ? p.value_dim - value_first : ValueChunks * kTileDims;
   const int first_row = int(blockIdx.z) / value_tiles * kRows, all_rows = s.rows * (p.q_heads / p.kv_heads);
-  const Tail tail = read_tail(s.layer, *s.position, s.rows);
+  const Tail tail = read_step(s);
   if (!tail.ok) {  // nothing sensible can be computed: say so loudly instead of answering with old data
     if (Walk || blockIdx.x == 0)
       for (int i = int(threadIdx.x); i < kRows * value_width; i += kThreads)
@@ -177,8 +189,9 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
 #pragma unroll
       for (int e = 0; e < 2; ++e)
         if (2 * lane + e < tokens && (slots.tail || slot + 2 * lane + e < tail.hidden_from || slot + 2 * lane + e >= tail.hidden_to))
-          key_pos[e] = slots.tail ? tail.base + slot + 2 * lane + e
-                                  : plane<int32_t>(s.layer, s.layer.at.body_pos)[size_t(kv_head) * p.body_slots + slot + 2 * lane + e];
+          key_pos[e] = slots.tail              ? tail.base + slot + 2 * lane + e
+                       : s.layer.sinks_as_body ? slot + 2 * lane + e
+                                               : plane<int32_t>(s.layer, s.layer.at.body_pos)[size_t(kv_head) * p.body_slots + slot + 2 * lane + e];
 #pragma unroll
       for (int i = 0; i < RowsPerWarp; ++i) {
 #pragma unroll
@@ -218,12 +231,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
       } else if (r < all_rows) {
         const RowOf row = row_of(p, kv_head, r);
         float* part = s.part + ((size_t(index) * s.rows + row.t) * p.q_heads + row.head) * (p.value_dim + 2);
-#pragma unroll
-        for (int c = 0; c < ValueChunks; ++c)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (c * kTileDims + 2 * lane + e < value_width) part[value_first + c * kTileDims + 2 * lane + e] = sum[i][c][e];
-        if (lane == 0 && value_first == 0) part[p.value_dim] = row_max[i], part[p.value_dim + 1] = row_sum[i];
+        store_part<ValueChunks>(part, p.value_dim, value_first, value_width, sum[i], row_max[i], row_sum[i], lane);
       }
     }
   }
@@ -233,6 +241,11 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
       const int r = first_row + warp * RowsPerWarp + i;
       if (r >= all_rows) continue;
       const RowOf row = row_of(p, kv_head, r);
+      if (s.body_part) {  // combine_packed goes on with it
+        float* part = s.part + (size_t(row.t) * p.q_heads + row.head) * (p.value_dim + 2);
+        store_part<ValueChunks>(part, p.value_dim, value_first, value_width, total[i], total_max[i], total_sum[i], lane);
+        continue;
+      }
       const long long y = ((long long)row.t * p.q_heads + row.head) * p.value_dim + value_first;
 #pragma unroll
       for (int c = 0; c < ValueChunks; ++c)

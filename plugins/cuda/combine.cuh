@@ -8,7 +8,7 @@ namespace cuda {
 // Grid (T * q_heads), any block size.
 __global__ void combine(const Step s) {
   const LayerParams& p = s.layer.p;
-  const Tail tail = read_tail(s.layer, *s.position, s.rows);
+  const Tail tail = read_step(s);
   if (!tail.ok) return;  // attend has written y
   const int row = int(blockIdx.x), splits = splits_of(p.body_slots, s.split) + splits_of(p.tail_slots, s.split);
   for (int d = int(threadIdx.x); d < p.value_dim; d += int(blockDim.x)) {

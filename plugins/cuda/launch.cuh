@@ -9,22 +9,19 @@
 namespace edgekv {
 namespace cuda {
 
-// Up to this many rows (decoding, verification) the splits run side by side; longer blocks (prefill) walk through them.
-constexpr int kSideBySideRows = 16;
-
 // Slots per split: from the layer's parameters only (attend.cuh says why). About 32 splits of a long body, none under 128 slots.
 inline int split_slots(const LayerParams& p) {
   const int wanted = (p.body_slots / 32 + kTile - 1) / kTile * kTile;
   return wanted < 2 * kTile ? 2 * kTile : wanted;
 }
-inline int all_splits(const LayerParams& p) { return splits_of(p.body_slots, split_slots(p)) + splits_of(p.tail_slots, split_slots(p)); }
+inline int all_splits(const LayerParams& p, int split) { return splits_of(p.body_slots, split) + splits_of(p.tail_slots, split); }
 
-inline bool walks(const LayerParams& p, int rows) { return rows > kSideBySideRows || all_splits(p) == 1; }
+inline bool walks(const LayerParams& p, int rows) { return rows > kSideBySideRows || all_splits(p, split_slots(p)) == 1; }
 
 // Workspace of steps of 1..rows rows, in bytes.
 inline size_t step_workspace_bytes(const LayerParams& p, int rows) {
   const size_t most = rows < kSideBySideRows ? rows : kSideBySideRows;
-  return walks(p, 1) ? 0 : most * all_splits(p) * p.q_heads * (size_t(p.value_dim) + 2) * sizeof(float);
+  return walks(p, 1) ? 0 : most * all_splits(p, split_slots(p)) * p.q_heads * (size_t(p.value_dim) + 2) * sizeof(float);
 }
 
 template <typename Args>
@@ -45,60 +42,68 @@ void launch_attend(const Step& s, cudaStream_t stream) {
   const size_t bytes = attend_shared_bytes<Elem, RowsPerWarp>(p.key_dim);
   const auto kernel = attend<Elem, RowsPerWarp, ValueChunks, Walk>;
   allow_shared(kernel, bytes);
-  EDGEKV_LAUNCH(kernel, dim3(Walk ? 1 : all_splits(p), p.kv_heads, row_tiles * value_tiles), dim3(kThreads), bytes, stream, s);
+  EDGEKV_LAUNCH(kernel, dim3(Walk ? 1 : all_splits(p, s.split), p.kv_heads, row_tiles * value_tiles), dim3(kThreads), bytes, stream, s);
 }
 
 // Query rows per warp: as few as hold all rows that share a kv head, at most 4.
-inline int rows_per_warp(const LayerParams& p, int rows) {
-  const int all = rows * (p.q_heads / p.kv_heads);
-  return walks(p, rows) || all > 2 * kWarps ? 4 : all > kWarps ? 2 : 1;
+inline int rows_per_warp(const Step& s) {
+  const int all = s.rows * (s.layer.p.q_heads / s.layer.p.kv_heads);
+  return s.walks || all > 2 * kWarps ? 4 : all > kWarps ? 2 : 1;
 }
 
 template <typename Elem, int ValueChunks>
 void launch_attend_rows(const Step& s, cudaStream_t stream) {
   const int per_warp = s.row_block / kWarps;
-  if (walks(s.layer.p, s.rows)) launch_attend<Elem, 4, ValueChunks, true>(s, stream);
+  if (s.walks) launch_attend<Elem, 4, ValueChunks, true>(s, stream);
   else if (per_warp == 1) launch_attend<Elem, 1, ValueChunks, false>(s, stream);
   else if (per_warp == 2) launch_attend<Elem, 2, ValueChunks, false>(s, stream);
   else launch_attend<Elem, 4, ValueChunks, false>(s, stream);
 }
 
+// Stores the rows and attends to what lies in full.
 template <typename Elem>
-void launch_step(const Step& s, cudaStream_t stream) {
+void launch_dense(const Step& s, cudaStream_t stream) {
   const LayerParams& p = s.layer.p;
   EDGEKV_LAUNCH(append_rows<Elem>, dim3(s.rows, p.kv_heads + p.q_heads), dim3(64), 0, stream, s);
   const int value_chunks = chunks(p.value_dim);
   if (value_chunks == 1) launch_attend_rows<Elem, 1>(s, stream);
   else if (value_chunks == 2) launch_attend_rows<Elem, 2>(s, stream);
   else launch_attend_rows<Elem, 4>(s, stream);  // wider values take several blocks
-  if (!walks(p, s.rows)) EDGEKV_LAUNCH(combine, dim3(s.rows * p.q_heads), dim3(64), 0, stream, s);
 }
+
+template <typename Elem>
+void launch_step(const Step& s, cudaStream_t stream) {
+  const LayerParams& p = s.layer.p;
+  launch_dense<Elem>(s, stream);
+  if (!s.walks) EDGEKV_LAUNCH(combine, dim3(s.rows * p.q_heads), dim3(64), 0, stream, s);
+}
+
+// Hands out parts of a workspace, each on 256 bytes; without one it only adds up.
+struct Places {
+  unsigned char* workspace;
+  size_t used = 0;
+  template <typename T>
+  void take(T*& at, size_t count) {
+    at = workspace ? reinterpret_cast<T*>(workspace + used) : nullptr;
+    used += (count * sizeof(T) + 255) / 256 * 256;
+  }
+};
 
 // Where the arrays of a compaction lie in its workspace. Returns the size; fills the pointers when `workspace` is given.
 inline size_t place_compaction(Compaction& c, unsigned char* workspace) {
   const LayerParams& p = c.layer.p;
   const size_t kv = p.kv_heads;
-  size_t used = 0;
-  auto take = [&](size_t bytes) {
-    unsigned char* at = workspace ? workspace + used : nullptr;
-    used += (bytes + 255) / 256 * 256;
-    return at;
-  };
+  Places places{workspace};
   c.capacity = p.body_slots + p.tail_slots;
   c.query_rows = keeps_scores(p) ? p.observe * (p.q_heads / p.kv_heads) : 0;
-  c.source = reinterpret_cast<int*>(take(kv * p.body_slots * sizeof(int)));
-  if (keeps_scores(p)) {
-    c.score = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
-    c.seen = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
-    c.tiles = reinterpret_cast<float*>(take(kv * tiles_of(p) * c.query_rows * 2 * sizeof(float)));
-    c.rows = reinterpret_cast<float*>(take(kv * c.query_rows * 2 * sizeof(float)));
+  places.take(c.source, kv * p.body_slots);
+  if (p.keep == kKeepHeavy) {
+    places.take(c.score, kv * c.capacity);
+    places.take(c.seen, kv * c.capacity);
+    places.take(c.tiles, kv * tiles_of(p) * (keeps_scores(p) ? 2 * size_t(c.query_rows) : size_t(p.key_dim)));
+    places.take(c.rows, kv * c.query_rows * 2);
   }
-  if (ranks_by_keys(p)) {
-    c.score = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
-    c.seen = reinterpret_cast<float*>(take(kv * c.capacity * sizeof(float)));
-    c.tiles = reinterpret_cast<float*>(take(kv * tiles_of(p) * p.key_dim * sizeof(float)));
-  }
-  return used;
+  return places.used;
 }
 
 template <typename Elem>

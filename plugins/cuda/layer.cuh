@@ -10,9 +10,25 @@ namespace cuda {
 struct Layer {
   LayerParams p;
   StateLayout at;
-  uint64_t hash;               // params_hash(p): a state of other parameters is refused
+  RecordLayout record;         // of a compressed body
+  uint64_t hash;               // of the state's parameters: a state of others is refused
   unsigned char* state;        // device memory, at.bytes
+  int body_slots;              // of the state; p.body_slots is less in a view of its sinks
+  int sinks_as_body;           // a view for the dense kernels, in which the sinks of a compressed state are the body (sinks_view)
 };
+
+inline Layer make_layer(const LayerParams& p, void* state) {
+  return {p, state_layout(p), record_layout(p), params_hash(p), static_cast<unsigned char*>(state), p.body_slots, 0};
+}
+
+// Sinks and tail of a compressed state lie in full, as body and tail of a dense one do.
+inline Layer sinks_view(Layer l) {
+  l.p.body_slots = (l.p.sinks + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES;
+  l.at.body_k = l.at.sink_k;
+  l.at.body_v = l.at.sink_v;
+  l.sinks_as_body = 1;
+  return l;
+}
 
 template <typename T>
 EDGEKV_DEVICE T* plane(const Layer& l, size_t offset) { return reinterpret_cast<T*>(l.state + offset); }
@@ -23,8 +39,9 @@ EDGEKV_DEVICE StateHeader* header(const Layer& l) { return reinterpret_cast<Stat
 struct Tail {
   int base;            // position of tail slot 0
   int committed;       // tail rows before this step
-  int body;            // filled body slots
+  int body;            // filled body slots; in a view of the sinks, those
   int hidden_from, hidden_to;  // body slots that steps do not attend to, multiples of 16 (drafting with a part of the cache)
+  int retrieve;        // compressed tokens each row of a step attends to; 0: all
   bool ok;
 };
 
@@ -36,9 +53,19 @@ EDGEKV_DEVICE Tail read_tail(const Layer& l, long long position, int new_rows) {
   t.hidden_from = h->hidden_from;
   t.hidden_to = h->hidden_to;
   t.ok = h->magic == EDGEKV_STATE_MAGIC && h->layout_version == EDGEKV_LAYOUT_VERSION && h->params_hash == l.hash &&
-         committed >= 0 && committed + new_rows <= l.p.tail_slots && t.body >= 0 && t.body <= l.p.body_slots && base >= 0 &&
+         committed >= 0 && committed + new_rows <= l.p.tail_slots && t.body >= 0 && t.body <= l.body_slots && base >= 0 &&
          base <= 0x7fffffffll - l.p.tail_slots &&  // positions are stored as int32
          0 <= t.hidden_from && t.hidden_from <= t.hidden_to && t.hidden_to <= t.body && (t.hidden_from | t.hidden_to) % EDGEKV_LANES == 0;
+  t.retrieve = 0;
+  if (l.p.format == kFormatSelfIndex) {
+    // Every token of the body has a mean key.
+    t.ok = t.ok && base % l.p.tail_slots == 0 && base / l.p.tail_slots <= l.p.intervals && (t.body == 0 || base > 0) && h->retrieve >= 0;
+    t.retrieve = h->retrieve < t.body ? h->retrieve : t.body;
+    if (l.sinks_as_body) {
+      t.body = l.p.sinks < base ? l.p.sinks : int(base);
+      t.hidden_from = t.hidden_to = 0;
+    }
+  }
   t.base = t.ok ? int(base) : 0;
   t.committed = t.ok ? int(committed) : 0;
   return t;

@@ -11,6 +11,10 @@ struct Rows {
   long long row, head;
 };
 
+// Up to this many rows (decoding, verification) the splits run side by side; longer blocks (prefill) walk through them. A row of a
+// compressed cache retrieves only in the former: a prompt's rows attend to everything.
+constexpr int kSideBySideRows = 16;
+
 // One step of one layer. Passed to kernels by value.
 struct Step {
   Layer layer;
@@ -26,7 +30,23 @@ struct Step {
   int row_block;              // query rows of one block of the attention kernel
   int split;                  // slots per split (launch.cuh), a multiple of the tile
   float* part;                // [splits][T * q_heads][value_dim + 2]: weighted values, then maximum and sum of the softmax
+  int walks;                  // one block walks through all splits
+  // Of a compressed cache:
+  const unsigned* slots;      // [kv_heads][T][body_slots / 32] bits of the body slots that each row attends to; null: all
+  float* body_part;           // parts of the compressed body, as `part` is of sinks and tail; values still transformed. Blocks that
+                              // walk leave one part in each
+  float* turned;              // [T][q_heads][key_dim] queries, transformed
+  float* of_mean;             // [T][q_heads][intervals] products of queries with mean keys
 };
+
+// What a step finds. Of a compressed cache, `retrieve` is 0 without slots; a step that should retrieve and cannot is not ok.
+EDGEKV_DEVICE Tail read_step(const Step& s) {
+  Tail t = read_tail(s.layer, *s.position, s.rows);
+  if (!s.slots) t.retrieve = 0;
+  const StateHeader* h = header(s.layer);
+  if (t.retrieve > 0) t.ok = t.ok && s.rows <= kSideBySideRows && h->hidden_from == h->hidden_to;
+  return t;
+}
 
 EDGEKV_DEVICE float load_number(int half, const void* data, long long at) {
   return half ? to_float(static_cast<const __half*>(data)[at]) : static_cast<const float*>(data)[at];

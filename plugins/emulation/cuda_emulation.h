@@ -45,6 +45,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned u) { float v; std::memcpy(&v, &u, 4); return v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 
 namespace emulation {
 

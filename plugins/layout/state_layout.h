@@ -40,6 +40,12 @@
 #define EDGEKV_INDEX_TOKENS 32          // tokens side by side in the index plane
 #define EDGEKV_GROUP 32                 // numbers that share a zero point and a scale
 
+#ifdef __CUDACC__
+#define EDGEKV_BOTH_SIDES __host__ __device__  // called by CUDA kernels too
+#else
+#define EDGEKV_BOTH_SIDES
+#endif
+
 namespace edgekv {
 
 enum Element : int32_t { kFloat32 = 0, kFloat16 = 1 };
@@ -91,10 +97,10 @@ struct StateLayout {
 inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16 ? 2 : 4; }
 
 // Whether attention scores and the queries that make them are stored.
-inline bool keeps_scores(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreAttention; }
+EDGEKV_BOTH_SIDES inline bool keeps_scores(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreAttention; }
 
 // Whether a compaction that evicts ranks tokens by their keys.
-inline bool ranks_by_keys(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreKeys; }
+EDGEKV_BOTH_SIDES inline bool ranks_by_keys(const LayerParams& p) { return p.keep == kKeepHeavy && p.score == kScoreKeys; }
 
 // Bytes of the parts of a selfindex record.
 struct RecordLayout {

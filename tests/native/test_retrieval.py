@@ -5,12 +5,10 @@ import pytest
 from cache_cases import Text, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import expect_slots, filled, oracle_step, packed_params, scan_scores, twin
 
 from edgekv import layout, native
 from edgekv.errors import NativeError
-from edgekv.reference.attention import softmax_row, visible
-from edgekv.reference.self_index import SelfIndexCache, signs
-from edgekv.reference.self_index.transform import hadamard
 
 INSTRUCTION_SETS = native.SCHEMA["isa"]
 
@@ -21,99 +19,6 @@ def instruction_set(request):
     native.set_isa(request.param)
     yield request.param
     native.set_isa(before)
-
-
-@st.composite
-def packed_params(draw):
-    keep = draw(st.sampled_from(["full", "full", "window", "heavy"]))
-    heads = draw(st.sampled_from([(4, 2), (3, 1), (2, 2), (14, 1)]))
-    more = {
-        "format": 1, "intervals": 64, "q_heads": heads[0], "kv_heads": heads[1], "scale": 0.3,
-        "key_dim": draw(st.sampled_from([4, 32, 64, 80, 96, 128])), "value_dim": draw(st.sampled_from([6, 32, 64, 80, 128])),
-        "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.sampled_from([0, 3, 16, 40])),
-        "sliding_window": draw(st.sampled_from([0, 0, 9, 60])), "softcap": draw(st.sampled_from([0.0, 2.0])),
-    }  # fmt: skip
-    if keep == "heavy":
-        more |= {"observe": 8, "window": draw(st.integers(0, 64)), "score_normalise": 1}
-    tail = draw(st.sampled_from([16, 48]))
-    return make_params(keep, 320 if keep == "full" else 64, tail, draw(st.sampled_from(["fp16", "fp32"])), **more)
-
-
-def filled(params: dict, n: int, seed: int = 0) -> tuple[SelfIndexCache, Text]:
-    """The oracle after n tokens of a text of n + 48. Only what is stored matters, so nothing is attended to on the way; keys share
-    an offset, so that mean keys matter."""
-    cache, text = SelfIndexCache(params), Text(params, n + 48, seed)
-    text.k += np.random.default_rng(seed).standard_normal((1, params["kv_heads"], params["key_dim"])).astype(np.float32)
-    for start in range(0, n, params["tail_slots"]):
-        rows = min(params["tail_slots"], n - start)
-        store(cache, text, start, rows)
-        if rows == params["tail_slots"]:
-            cache.compact(start + rows)
-    return cache, text
-
-
-def store(cache: SelfIndexCache, text: Text, start: int, rows: int) -> None:
-    """What attend() stores of these rows."""
-    p, s, first = cache.params, cache.state, start - cache.tail_base
-    layout.write_keys(s.tail_k, first, text.k[start : start + rows].transpose(1, 0, 2))
-    s.tail_v[:, first : first + rows] = text.v[start : start + rows].transpose(1, 0, 2)
-    for row in range(rows):
-        observed = first + row - (p["tail_slots"] - p["observe"])
-        if layout.keeps_scores(p) and observed >= 0:
-            s.tail_q[:, observed] = text.q[start + row]
-
-
-def twin(cache: SelfIndexCache) -> np.ndarray:
-    state = native.aligned_bytes(len(cache.block))
-    state[:] = cache.block
-    return state
-
-
-def scan_scores(cache: SelfIndexCache, head: int, query: np.ndarray) -> np.ndarray:
-    """Table score of every body slot for a row's query heads [group, key_dim], token by token from the definition: int [count]."""
-    p = cache.params
-    together = np.float32(p["scale"]) * query.sum(0, dtype=np.float32)
-    table, step = signs.score_table(hadamard(together), cache.state.codebook[head])
-    means = cache.state.mean[head].astype(np.float32)
-    bias = signs.interval_bias(together, means, cache.tail_base // p["tail_slots"] - 1, step)
-    codes, where = cache.codes()[head], cache.state.body_pos[head]
-    return np.array([sum(int(table[g, c]) for g, c in enumerate(codes[i])) + bias[where[i] // p["tail_slots"]] for i in range(cache.count)])
-
-
-def expect_slots(cache: SelfIndexCache, text: Text, position: int, rows: int, got: np.ndarray, retrieve: int, rerank: int) -> None:
-    """Every row's slots are those of the oracle. Ranked again, slots whose weights differ by rounding may have changed places."""
-    p = cache.params
-    assert got.shape == (p["kv_heads"], rows, min(retrieve, cache.count)) and got.dtype == np.int32
-    keys, _ = cache.body()
-    cache.retrieve, cache.rerank = retrieve, max(rerank, 1)
-    for row in range(rows):
-        seen = visible(cache.state.body_pos[:, : cache.count], position + row, p["sliding_window"])
-        query = text.q[position + row].reshape(p["kv_heads"], -1, p["key_dim"])
-        for head, want in enumerate(cache.retrieved_slots(query, seen, keys)):
-            slots = got[head, row]
-            assert (slots[len(want) :] == -1).all()
-            slots = slots[: len(want)]
-            assert (np.diff(slots) > 0).all()
-            extra, missing = np.setdiff1d(slots, want), np.setdiff1d(want, slots)
-            if not len(extra):
-                continue
-            assert rerank > 1, (extra, missing)
-            score, allowed, among = scan_scores(cache, head, query[head]), np.flatnonzero(seen[head]), np.zeros((1, cache.count), bool)
-            among[0, allowed[signs.best(score[allowed], len(want) * rerank)]] = True
-            assert among[0, extra].all()
-            weight = softmax_row(query[head : head + 1], keys[head : head + 1], among, p["scale"], p["softcap"])[0].sum(0)
-            np.testing.assert_allclose(np.sort(weight[extra]), np.sort(weight[missing]), rtol=1e-4)
-
-
-def oracle_step(cache: SelfIndexCache, text: Text, position: int, rows: int, slots: np.ndarray | None) -> np.ndarray:
-    """The oracle's step, made to attend to the given slots."""
-    chosen = iter([] if slots is None else slots.transpose(1, 0, 2))
-    cache.retrieve = None if slots is None else slots.shape[-1]
-    cache.retrieved_slots = lambda query, seen, keys: [head[head >= 0] for head in next(chosen)]
-    part = slice(position, position + rows)
-    y = cache.attend(text.q[part], text.k[part], text.v[part], position)
-    del cache.retrieved_slots
-    return y
 
 
 def native_step(fields, text: Text, position: int, rows: int, state: np.ndarray, **more) -> tuple[np.ndarray, np.ndarray]:

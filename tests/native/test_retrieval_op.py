@@ -6,7 +6,8 @@ from cache_cases import make_params
 from one_node import attributes, finish, open_session, run
 from onnx import helper
 from test_ort_op import at, by_heads, by_rows
-from test_retrieval import filled, native_step, twin
+from packed_cases import filled, twin
+from test_retrieval import native_step
 
 from edgekv import layout, native
 

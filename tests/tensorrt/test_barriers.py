@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cache_cases import INV_FREQ, Runner, Text, make_params
 from emulated import EmulatedCache
+from packed_cases import filled
 
 ORDERS = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), *[(3, seed) for seed in range(4)]]
 
@@ -51,7 +52,36 @@ def compact_by_keys_work(library):
     return compact_work(library, score=1)
 
 
-WORK = {"attend.cuh": attend_work, "observe.cuh": compact_work, "rank_keys.cuh": compact_by_keys_work, "choose.cuh": compact_work, "move.cuh": compact_work}
+def retrieve_work(library):
+    """Both rankings of a compressed body of several splits, two rows; in the second, all tokens tie."""
+    params = make_params("full", 1088, 32, format=1, intervals=64, key_dim=72, value_dim=8, sinks=4, q_heads=3, kv_heads=1)
+    cache, text = filled(params, 1056)
+    results = []
+    for rerank, size in ((1, 1), (3, 1), (1, 0), (3, 0)):
+        cache.state.header["retrieve"], cache.state.header["rerank"] = 120, rerank
+        ours = EmulatedCache(library, params, (), cache.block)
+        results.append(ours.retrieve(text.q[1056:1058] * size, 1056))
+    return results
+
+
+def attend_packed_work(library):
+    """A compressed body of several splits and tiles, attended to as a whole, side by side and walking, and where rows choose."""
+    params = make_params("full", 1088, 32, format=1, intervals=64, key_dim=72, value_dim=72, sinks=20, q_heads=3, kv_heads=1)
+    cache, text = filled(params, 1056)
+    results = []
+    for rows, retrieve in ((2, 0), (20, 0), (2, 200)):
+        cache.state.header["retrieve"], part = retrieve, slice(1056, 1056 + rows)
+        ours = EmulatedCache(library, params, (), cache.block)
+        slots = ours.retrieve(text.q[part], 1056) if retrieve else None
+        results += [ours.attend(text.q[part], text.k[part], text.v[part], 1056, slots=slots), ours.block]
+    return results
+
+
+WORK = {
+    "attend_packed.cuh": attend_packed_work, "combine_packed.cuh": attend_packed_work,
+    "hadamard.cuh": retrieve_work, "turn_queries.cuh": retrieve_work, "retrieve.cuh": retrieve_work,
+    "select.cuh": retrieve_work, "attend.cuh": attend_work, "observe.cuh": compact_work, "rank_keys.cuh": compact_by_keys_work, "move.cuh": compact_work,
+}  # fmt: skip
 
 
 def differs(library, work, good) -> bool:
