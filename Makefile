@@ -13,7 +13,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 GGUF   := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DEMO   := bundles/smollm2-demo
-# after a text of 1,600 tokens, in a cache of 350
+# about 1,800 tokens and a question behind them, in a cache of 350
+TEXT := head -c 8000 edgekv/quality/persuasion.txt
 QUESTION := "Thank you for this long text. Now please write a short story about a lighthouse keeper."
 SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '*.def' -o -name '*.cuh' -o -name setup.py 2>/dev/null)
 
@@ -23,7 +24,7 @@ SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '
 demo: $(DEMO)/manifest.json
 	$(BIN)/edgekv inspect $(DEMO)
 	@echo
-	{ cat docs/cache.md; echo; echo $(QUESTION); } | $(BIN)/edgekv run $(DEMO) --chat --prompt-file /dev/stdin --max-tokens 160 \
+	{ $(TEXT); echo; echo $(QUESTION); } | $(BIN)/edgekv run $(DEMO) --chat --prompt-file /dev/stdin --max-tokens 160 \
 	  --repetition-penalty 1.1
 
 test: setup $(GGUF)

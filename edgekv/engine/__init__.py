@@ -49,7 +49,7 @@ class Engine(Protocol):
     max_rows: int  # most rows of logits of one step
     vocab: int  # logits per row
     capacity: int | None  # tokens that fit into a fresh cache; None: no end
-    observe: int  # tokens at the end of an interval whose queries decide what compaction keeps, and that `foresee` takes; 0: none
+    observe: int  # tokens at the end of an interval whose queries decide what compaction keeps; 0: none
     threads: int
     arena: np.ndarray  # uint8 [bytes], the memory of all states
     retrieval: Retrieval | None  # compressed tokens that a row of `step` attends to; None: the cache is not compressed
@@ -89,13 +89,9 @@ class Engine(Protocol):
         """
         ...
 
-    def foresee(self, tokens: np.ndarray, position: int) -> None:
-        """Lets tokens that come later in the text decide what the next compaction keeps, in place of the interval's own last ones.
-
-        tokens    int64 [observe], usually the end of the prompt
-        position  committed tokens, exactly `observe` before the next boundary
-
-        Runs them as if they came next, commits nothing, and remembers their queries. Only for engines with observe > 0.
+    def hold_queries(self) -> None:
+        """Remembers the queries in the last `observe` slots of the tail as they are now, committed or not: they decide what the next
+        compaction keeps, in place of those that lie there then. Only for engines with observe > 0.
         """
         ...
 

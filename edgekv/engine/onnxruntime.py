@@ -117,10 +117,10 @@ class OnnxRuntimeEngine:
         first = layout.HEADER.fields["hidden_from"][1]
         self._hidden = [state[first : first + 8].view(np.int32) for state in self._states]  # hidden_from, hidden_to
         self._index = Index(bundle, self._states)
-        # queries of the end of the prompt, held from foresee() until the compaction that they are for
+        # what hold_queries() found, until the compaction that it is for
         self._tail_q = [_query_plane(layer["params"], state) for layer, state in zip(bundle.layers, self._states, strict=True)]
-        self._foreseen = [np.empty_like(plane) for plane in self._tail_q]
-        self._has_foreseen = False
+        self._held_queries = [np.empty_like(plane) for plane in self._tail_q]
+        self._holds_queries = False
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
@@ -216,15 +216,12 @@ class OnnxRuntimeEngine:
             end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
             hidden[:] = (lanes, end) if end > lanes else 0
 
-    def foresee(self, tokens: np.ndarray, position: int) -> None:
-        if self.observe < 1 or len(tokens) != self.observe or position != self._tail_base + self.boundary - self.observe:
-            raise NativeError(f"what is foreseen must be the {self.observe} tokens before a boundary")
-        for first in range(0, self.observe, self.chunk):
-            part = tokens[first : first + self.chunk]
-            self.read(part, position + first, np.zeros(1, np.int64))
-        for kept, plane in zip(self._foreseen, self._tail_q, strict=True):
+    def hold_queries(self) -> None:
+        if self.observe < 1:
+            raise NativeError("this cache chooses by no queries")
+        for kept, plane in zip(self._held_queries, self._tail_q, strict=True):
             kept[:] = plane
-        self._has_foreseen = True
+        self._holds_queries = True
 
     def compact(self, position: int) -> None:
         rank = min(position, self._rank_limit) if self._ranked else position
@@ -232,17 +229,17 @@ class OnnxRuntimeEngine:
             held = self._held[params.layer]
             if params.keep == layout.KEEPS["full"] and position > held:
                 raise CacheFullError(f"layer {params.layer} holds {held} tokens and evicts none")
-        if self._has_foreseen:
-            for plane, kept in zip(self._tail_q, self._foreseen, strict=True):
+        if self._holds_queries:
+            for plane, kept in zip(self._tail_q, self._held_queries, strict=True):
                 plane[:] = kept
-            self._has_foreseen = False
+            self._holds_queries = False
         self._compact_layers(position, rank, self.threads)
         self._index.grown()
         self._tail_base = position
         self._shift[0] = position - rank
 
     def reset(self) -> None:
-        self._has_foreseen = False
+        self._holds_queries = False
         for params, state in zip(self._params, self._states, strict=True):
             native.state_init(params, state)
         self._index.grown()
@@ -271,6 +268,6 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         self._bindings.clear()
         self._session = self._compact_layers = None
-        self._states, self._headers, self._hidden, self._tail_q, self._foreseen = [], [], [], [], []
+        self._states, self._headers, self._hidden, self._tail_q, self._held_queries = [], [], [], [], []
         self._index.close()
         self.arena = np.empty(0, np.uint8)

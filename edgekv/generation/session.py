@@ -64,10 +64,14 @@ class Session:
         if not 1 <= tokens.size <= room:
             raise ValueError(f"a block of {tokens.size} tokens does not fit the {room} left before the boundary")
         self._block = _NO_ROWS
-        run = self.engine.read if prompt and self.engine.retrieval is not None else self.engine.step
+        run = self._read if prompt else self.engine.step
         logits = run(tokens, self.position, self._all_rows[: tokens.size] if rows is None else rows)
         self._block = tokens.copy()  # the caller may reuse its array
         return logits
+
+    def _read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        """A step of a prompt."""
+        return (self.engine.step if self.engine.retrieval is None else self.engine.read)(tokens, position, rows)
 
     def commit(self, count: int) -> None:
         """Makes the first `count` tokens of the last step part of the text, and compacts when that reaches a boundary.
@@ -97,8 +101,9 @@ class Session:
         stop      asked between blocks; when it says so, feeding ends and None is returned
         progress  told the number of tokens fed so far, and of all of them, after each block
         foresee   these tokens are a whole prompt: a cache that ranks tokens by the attention they receive keeps, at every boundary
-                  inside it at which some must go, what the end of the prompt attends to, so that the question decides what is
-                  remembered of the text before it. The state then depends on where the prompt ended, still not on the blocks
+                  inside it at which some must go, what the end of the prompt and the answer that would follow attend to, so that the
+                  question decides what is remembered of the text before it. The state then depends on where the prompt ended,
+                  still not on the blocks
         """
         tokens = np.asarray(tokens, dtype=np.int64)
         if tokens.size == 0:
@@ -109,7 +114,7 @@ class Session:
                 return None
             until = self._until_foresight(tokens.size, fed) if foresee else None
             if until == 0:
-                self.engine.foresee(tokens[-self.engine.observe :], self.position)
+                self._look_ahead(tokens)
                 foreseen = True
             block = tokens[fed : fed + max(1, min(self.room, until or self.room))]
             logits = self.step(block, self._all_rows[block.size - 1 : block.size], prompt=True)
@@ -119,6 +124,21 @@ class Session:
             if progress is not None:
                 progress(fed, tokens.size)
         return logits[0]
+
+    def _look_ahead(self, prompt: np.ndarray) -> None:
+        """Lets the end of the prompt, and the answer that it would get now, choose at the coming boundary what is kept.
+
+        The first half of the last `observe` slots of the tail takes the newest tokens of the prompt, the other half what greedy decoding
+        says after them; nothing is committed. Observing the end of a prompt is SnapKV's (arXiv 2404.14469, section 4), letting a guessed
+        answer observe as well Lookahead Q-Cache's (arXiv 2505.20334): small models look for what they were asked only while they answer.
+        """
+        end, place = prompt[-(self.engine.observe - self.engine.observe // 2) :], self.position
+        while place < self.tail_base + self.engine.boundary:
+            block = end[: self.engine.chunk]
+            logits = self._read(block, place, self._all_rows[block.size - 1 : block.size])
+            place += block.size
+            end = end[block.size :] if end.size > block.size else logits[0].argmax(keepdims=True)
+        self.engine.hold_queries()
 
     def _until_foresight(self, size: int, fed: int) -> int | None:
         """Tokens before the end of the prompt is to be looked at, None when not in this interval.

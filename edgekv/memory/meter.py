@@ -102,9 +102,6 @@ class MeteredEngine:
     def read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         return self._metered(tokens, position, len(rows), lambda: self._engine.read(tokens, position, rows), "prefill")
 
-    def foresee(self, tokens: np.ndarray, position: int) -> None:
-        self._metered(tokens, position, 1, lambda: self._engine.foresee(tokens, position))
-
     def _metered(self, tokens: np.ndarray, position: int, rows: int, run: Callable[[], Any], kind: str | None = None) -> Any:
         before, began = self._counted(), time.perf_counter()
         result = run()

@@ -81,7 +81,7 @@ def test_spread_tasks_have_no_depth():
     assert {depth for _, _, depth, _ in needle.grid(["multi-value"], [3000], 3, 1, 0)} == {None}
     cells = list(needle.grid(["passkey", "multi-value"], [1000, 3000], 3, 2, 7))
     assert sum(task == "passkey" for task, *_ in cells) == sum(task == "multi-value" for task, *_ in cells) == 12
-    assert {depth for task, _, depth, _ in cells if task == "passkey"} == {0.0, 0.5, 1.0}
+    assert {depth for task, _, depth, _ in cells if task == "passkey"} == {1 / 6, 0.5, 5 / 6}
 
 
 def test_a_short_text_starts_over():

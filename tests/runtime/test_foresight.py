@@ -1,4 +1,4 @@
-"""What the end of a prompt attends to stays in a bounded cache: the queries of later tokens at earlier boundaries."""
+"""What the end of a prompt and its answer attend to stays in a bounded cache: queries of later tokens at earlier boundaries."""
 
 import numpy as np
 import pytest
@@ -28,23 +28,26 @@ def kept(session):
 
 
 class Foreseeing(OracleModel):
-    """The oracle, which reads the end of the prompt before each boundary that evicts, forgets it, and scores with its queries."""
+    """The oracle, which before each boundary that evicts reads the end of the prompt and answers it, forgets both, and scores with
+    the queries of both."""
 
     def read_prompt(self, tokens):
         held = None
         for i, token in enumerate(tokens):
             boundary = self.base + self.bundle.boundary
             if i == boundary - OBSERVE and boundary > self.rank_limit and len(tokens) > boundary:
-                held = self._queries_of(tokens[-OBSERVE:])
+                held = self._queries_after(tokens[-OBSERVE // 2 :])
             if held is not None and i == boundary - 1:
                 self._hold(held)
             logits = self.feed(int(token))
         return logits
 
-    def _queries_of(self, tokens):
+    def _queries_after(self, question):
         place, base, self.base = self.position, self.base, -(10**9)  # no compaction
-        for token in tokens:
-            self.feed(int(token))
+        for token in question:
+            logits = self.feed(int(token))
+        for _ in range(OBSERVE - len(question)):
+            logits = self.feed(int(logits.argmax()))
         self.position, self.base = place, base
         return [cache.state.tail_q.copy() for cache in self.caches]
 
@@ -105,11 +108,24 @@ def test_nothing_changes_where_nothing_is_dropped(heavy):
 
 
 def test_nothing_is_committed_by_looking_ahead(heavy):
+    """What stood in the tail before stays, and the boundary, once reached, is that of the same text."""
     session = Session(engine.load(heavy()))
     session.feed(TEXT[: 64 + 16])
     before = session.engine.state_hash(80)
-    session.engine.foresee(TEXT[-OBSERVE:], 80)
+    session._look_ahead(TEXT)
     assert session.engine.state_hash(80) == before and session.position == 80
+    assert session.tokens.tolist() == TEXT[:80].tolist()
+
+
+def test_an_empty_text_holds_no_queries(heavy):
+    made = heavy()
+    plain, foreseeing = (Session(engine.load(made)) for _ in range(2))
+    foreseeing.feed(TEXT[:80])
+    foreseeing._look_ahead(TEXT)
+    foreseeing.reset()
+    for session in (plain, foreseeing):
+        session.feed(TEXT[:200])
+    assert plain.engine.state_hash(200) == foreseeing.engine.state_hash(200)
 
 
 def test_a_window_cache_has_nothing_to_decide(tmp_path):
@@ -130,9 +146,7 @@ def test_short_prompts_after_a_long_text(heavy):
     assert plain.engine.state_hash(260) == foreseeing.engine.state_hash(260)
 
 
-@pytest.mark.parametrize("count, position", [(OBSERVE, 79), (OBSERVE, 81), (OBSERVE - 1, 80)])
-def test_only_right_before_a_boundary(heavy, count, position):
-    session = Session(engine.load(heavy()))
-    session.feed(TEXT[:80])
-    with pytest.raises(NativeError, match="before a boundary"):
-        session.engine.foresee(TEXT[:count], position)
+def test_only_where_queries_choose(tmp_path):
+    session = Session(engine.load(tiny_bundle.make(tmp_path / "w", "window", kept=48)))
+    with pytest.raises(NativeError, match="no queries"):
+        session.engine.hold_queries()

@@ -7,4 +7,4 @@ from edgekv.quality.tasks.puzzle import Puzzle, numbers
 
 def make(rng: np.random.Generator) -> Puzzle:
     [code] = numbers(rng, 1)
-    return Puzzle((f"The secret code is {code}. Remember it.",), 0, "What is the secret code?", (code,), "The secret code is")
+    return Puzzle((f"The secret code is {code}. Remember it. {code} is the secret code.",), 0, "What is the secret code?", (code,), "The secret code is")
