@@ -34,7 +34,7 @@ def logits(bundle, ids, blocks=(13, 1, 7, 32, 1)):
 
 
 @pytest.mark.parametrize("name", sorted(tiny_models.MODELS.keys() - {"phi3-longrope"}))  # test_parity.py has that one
-def test_logits_equal_transformers(name, tmp_path):
+def test_pain_21_logits_equal_transformers(name, tmp_path):
     source = tiny_models.make(tmp_path / "model", name)
     bundle = export(source, tmp_path / "bundle")
     ids = tiny_models.random_text(TEXT)

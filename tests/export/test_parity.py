@@ -37,7 +37,7 @@ def test_switched_off(llama, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int4"])
-def test_wrong_graph_fails_and_leaves_nothing(llama, tmp_path, monkeypatch, weights):
+def test_pain_03_wrong_graph_fails_and_leaves_nothing(llama, tmp_path, monkeypatch, weights):
     def swapped(model, *args, original=graph.simplify, **kwargs):
         """A graph with a plausible mistake: sine and cosine exchanged in one layer."""
         rotations = original(model, *args, **kwargs)
@@ -81,7 +81,7 @@ def test_too_little_memory_is_said_before_any_work(llama, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("context", "factors"), [(512, "long"), (128, "short")])
-def test_longrope_uses_the_factors_of_its_context(context, factors, tmp_path):
+def test_pain_12_longrope_uses_the_factors_of_its_context(context, factors, tmp_path):
     """Beyond the original 128 positions the long set, else the short one, from the first token on."""
     from test_architectures import logits
 

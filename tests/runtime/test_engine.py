@@ -118,7 +118,7 @@ def test_reset_starts_over_in_the_same_memory(tmp_path):
     assert session.engine.state_hash(TEXT.size) == hashed and session.engine.arena.ctypes.data == address
 
 
-def test_capacity_of_a_full_cache_is_what_was_asked_for(tmp_path):
+def test_pain_20_capacity_of_a_full_cache_is_what_was_asked_for(tmp_path):
     from edgekv.errors import CacheFullError
 
     session = Session(engine.load(tiny_bundle.make(tmp_path / "b", "full", kept=64, boundary=32)))
