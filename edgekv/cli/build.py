@@ -47,6 +47,7 @@ def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> i
 @click.option("--rtx", is_flag=True, help="Build with TensorRT-RTX for another GPU (--sm); no GPU is needed here.")
 @click.option("--sm", type=int, help="With --rtx: compute capability to build for, such as 86.")
 @click.option("--plugin", type=click.Path(path_type=Path), help="Plugin library; default: the one that tools/build_plugin.py makes.")
+@click.option("--no-plugin", is_flag=True, help="Let TensorRT's own operators keep the cache (TensorRT >= 10.15; policies full and window).")
 @click.option("--force", is_flag=True, help="Replace an engine, and build although the memory estimate says no.")
 @click.option("--check", is_flag=True, help="Only the checks before the build.")
 @_common.verify_option
@@ -62,6 +63,7 @@ def command(
     rtx: bool,
     sm: int | None,
     plugin: Path | None,
+    no_plugin: bool,
     force: bool,
     check: bool,
     verify: bool,
@@ -73,6 +75,8 @@ def command(
     """
     if (sm is not None) != rtx:
         raise UserError("--rtx and --sm belong together: TensorRT-RTX builds for the compute capability you name.")
+    if no_plugin and plugin is not None:
+        raise UserError("--plugin and --no-plugin exclude each other; give one of them.")
     from edgekv import bundle as bundles
     from edgekv.engine import tensorrt_manifest
 
@@ -88,7 +92,11 @@ def command(
         raise UserError(f"{target} exists already; give another name or --force to replace it.")
     if target.exists() and not (target / tensorrt_manifest.DESCRIPTION).is_file() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not an engine, so it will not be replaced; give another name.")
-    place = Place.find(rtx, sm, plugin)
+    if no_plugin:
+        from edgekv.engine.ring_cache import layer_rings
+
+        layer_rings(opened)  # refuses what needs the plugin, before anything is prepared
+    place = Place.find(rtx, sm, plugin, not no_plugin)
     with _scratch(target) as partial:
         graph_folder = partial / "graph"
         graph_folder.mkdir()
@@ -99,7 +107,7 @@ def command(
             click.echo("The bundle can be built here.")
             return
         started = time.monotonic()
-        plan = build(place, lowered.graph, opened, rows, workspace, timing_cache, level)
+        plan = build(place, lowered, opened, rows, workspace, timing_cache, level)
         seconds = time.monotonic() - started
         shutil.rmtree(graph_folder)
         finish(partial, target, opened, place, plan, precision, rows, seconds)
@@ -119,9 +127,9 @@ def choose_precision(bundle: Bundle, asked: str | None) -> str:
 
 
 class Place:
-    """What builds and for what: TensorRT's bindings, the plugin library, the device."""
+    """What builds and for what: TensorRT's bindings, the plugin library (None: TensorRT's own operators), the device."""
 
-    def __init__(self, trt: Any, plugin: Path, sm: int, device: dict[str, Any]):
+    def __init__(self, trt: Any, plugin: Path | None, sm: int, device: dict[str, Any]):
         self.trt, self.plugin, self.sm, self.device = trt, plugin, sm, device
         from edgekv.engine.tensorrt import make_logger
 
@@ -133,14 +141,16 @@ class Place:
         return f"{self.device.get('name') or 'a device'} of compute capability {self.sm / 10:.1f}"
 
     @classmethod
-    def find(cls, rtx: bool, sm: int | None, plugin: Path | None) -> Place:
+    def find(cls, rtx: bool, sm: int | None, plugin: Path | None, with_plugin: bool = True) -> Place:
         """UserError says what is missing."""
         from edgekv.engine import tensorrt_build
         from edgekv.engine.device import LIBRARY, Device
         from edgekv.engine.tensorrt import load_tensorrt
 
         trt = load_tensorrt("tensorrt_rtx" if rtx else "tensorrt")
-        tensorrt_build.check_version(trt)
+        tensorrt_build.check_version(trt, with_plugin)
+        if rtx and not with_plugin:
+            return cls(trt, None, sm or 0, {"name": None})
         device = Device(plugin or LIBRARY)
         if rtx:
             return cls(trt, device.path, sm or 0, {"name": None})
@@ -150,13 +160,16 @@ class Place:
                 f"There is no CUDA device here ({info['reason']}); build on the device that will run the engine, or use --rtx --sm for "
                 "TensorRT-RTX."
             )
-        return cls(trt, device.path, info["sm"], info)
+        return cls(trt, device.path if with_plugin else None, info["sm"], info)
 
 
 def lower(bundle: Bundle, folder: Path, precision: str, place: Place) -> Any:
     """The graph for TensorRT, with a progress line."""
     try:
-        from edgekv.export.to_tensorrt import lower as run
+        if place.plugin:
+            from edgekv.export.to_tensorrt import lower as run
+        else:
+            from edgekv.export.to_tensorrt_plain import lower_plain as run
     except ModuleNotFoundError as error:
         raise UserError(f"Preparing the graph needs the Python package {error.name!r}: pip install 'edgekv[tensorrt]'.") from None
 
@@ -173,14 +186,16 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
     """Everything that can be known before hours of building; UserError on the first thing that would fail. Returns a summary."""
     from edgekv import machine
     from edgekv.engine import tensorrt_build
+    from edgekv.engine.ring_cache import RingCache
 
     trt = place.trt
-    offered = tensorrt_build.load_plugins(trt, place.plugin)
+    offered = tensorrt_build.load_plugins(trt, place.plugin) if place.plugin else set()
     network = trt.Builder(place.logger).create_network(0)
     parser = trt.OnnxParser(network, place.logger)
     missing = tensorrt_build.missing_operators(trt, parser, lowered.graph, offered)
     if missing:
-        raise UserError(f"TensorRT {trt.__version__} and {place.plugin} lack operators of the graph: {', '.join(missing)}.")
+        both = f"TensorRT {trt.__version__} and {place.plugin} lack" if place.plugin else f"TensorRT {trt.__version__} lacks"
+        raise UserError(f"{both} operators of the graph: {', '.join(missing)}.")
 
     peak = tensorrt_build.estimated_peak(lowered.weight_bytes)
     available, where = machine.available_memory(), "this machine"
@@ -191,9 +206,10 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
         if known.total_bytes is None:
             raise UserError(f"The profile {profile} does not know the device's memory; leave out --device to check this machine.")
         available, where = known.total_bytes - (known.idle_bytes or 0), profile
-    resident = lowered.weight_bytes + bundle.arena_bytes
+    cache = bundle.arena_bytes if place.plugin else RingCache.needed_bytes(bundle, "float16")
+    resident = lowered.weight_bytes + cache
     summary = (
-        f"weights {lowered.weight_bytes / 1e6:.0f} MB ({lowered.int4_matrices} matrices in 4 bits), KV cache {bundle.arena_bytes / 1e6:.0f} MB; "
+        f"weights {lowered.weight_bytes / 1e6:.0f} MB ({lowered.int4_matrices} matrices in 4 bits), KV cache {cache / 1e6:.0f} MB; "
         f"building takes about {peak / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available on {where}"
     )
     if peak > available and not force:
@@ -210,7 +226,7 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
     return summary
 
 
-def build(place: Place, graph: Path, bundle: Bundle, rows: int, workspace: int | None, timing_cache: Path | None, level: int | None) -> bytes:
+def build(place: Place, lowered: Any, bundle: Bundle, rows: int, workspace: int | None, timing_cache: Path | None, level: int | None) -> bytes:
     """The plan; a dot on the terminal every few seconds shows that it is alive."""
     from edgekv.engine import tensorrt_build
 
@@ -220,8 +236,8 @@ def build(place: Place, graph: Path, bundle: Bundle, rows: int, workspace: int |
     if sys.stderr.isatty():
         click.echo("building; this takes minutes on a Jetson", err=True)
     return tensorrt_build.build(
-        place.trt, graph, place.plugin, wanted, messages=place.messages, logger=place.logger, workspace=workspace,
-        timing_cache=timing_cache, sm=place.sm, level=level,
+        place.trt, lowered.graph, place.plugin, wanted, messages=place.messages, logger=place.logger, workspace=workspace,
+        timing_cache=timing_cache, sm=place.sm, level=level, masks=() if place.plugin else lowered.masks,
     )  # fmt: skip
 
 
@@ -242,13 +258,14 @@ def finish(partial: Path, target: Path, bundle: Bundle, place: Place, plan: byte
         {
             "created_by": f"edgekv {__version__}",
             "bundle": tensorrt_manifest.bundle_id(bundle),
+            "lowering": tensorrt_manifest.PLUGIN if place.plugin else tensorrt_manifest.STANDARD,
             "precision": precision,
             "library": place.trt.__name__,
             "tensorrt": place.trt.__version__,
             "sm": place.sm,
             "device": place.device.get("name"),
             "cuda": {"driver": place.device.get("driver"), "runtime": place.device.get("runtime")},
-            "plugin": sha256_file(place.plugin),
+            "plugin": sha256_file(place.plugin) if place.plugin else None,
             "power_mode": detect.power_mode(),
             "profiles": [{"name": p.name, "tokens": p.tokens, "rows": p.rows} for p in profiles],
             "build_seconds": round(seconds, 1),

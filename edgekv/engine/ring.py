@@ -57,14 +57,26 @@ class Ring:
         where = held[:, None] * self.interval + np.arange(self.interval)
         return np.where(held[:, None] < 0, -1, where).reshape(-1)
 
-    def mask(self, position: int, rows: int) -> np.ndarray:
+    def kept(self, base: int) -> np.ndarray:
+        """Places in the text of what a cache compacted at `base` holds, in their order: int64 [kept]."""
+        if self.full or base <= self.sinks + self.recent:
+            return np.arange(base)
+        return np.concatenate([np.arange(self.sinks), np.arange(base - self.recent, base)])
+
+    def mask(self, position: int, rows: int, base: int | None = None, hidden: tuple[int, int] = (0, 0)) -> np.ndarray:
         """What rows at position.. may see: bool [rows, slots]. Equals the plugin's rule: kept or in the tail, not in the future, inside
-        the model's own window."""
-        where, base = self.positions(position), position // self.interval * self.interval
+        the model's own window.
+
+        base    the last boundary that was compacted at; None: that before `position`
+        hidden  a range of `kept(base)` that is left out
+        """
+        where, base = self.positions(position), position // self.interval * self.interval if base is None else base
         query = position + np.arange(rows)[:, None]
         seen = (where >= 0) & (where <= query)
         if not self.full:
             seen &= (where < self.sinks) | (where >= base - self.recent)
         if self.window:
             seen &= query - where < self.window
+        if hidden[1] > hidden[0]:
+            seen &= ~np.isin(where, self.kept(base)[slice(*hidden)])
         return seen

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from edgekv import layout, native
 from edgekv.bundle import Bundle, sha256_file
 from edgekv.engine import Occupancy, tensorrt_manifest
-from edgekv.engine.device import TO_DEVICE, TO_HOST, Device
+from edgekv.engine.device import Device
+from edgekv.engine.device_cache import DeviceCache, padded
+from edgekv.engine.device_memory import DeviceMemory
+from edgekv.engine.ring_cache import RingCache
 from edgekv.engine.tensorrt_build import load_plugins
-from edgekv.errors import CacheFullError, NativeError, UserError
+from edgekv.errors import NativeError, UserError
 
-ALIGNMENT = 256
 GRAPH_AFTER = 2  # runs of a shape before it is captured: TensorRT allocates in the first
 _MAX_GRAPHS = 32
 
@@ -85,127 +86,71 @@ class TensorRTEngine:
         if max_rows > most_rows:
             raise UserError(f"The engine gives at most {most_rows} rows of logits, {max_rows} are needed; build it with --rows {max_rows}.")
         self.vocab = bundle.model["vocab"]
-        self._params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
-        self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
-        self._rank_limit = max(p.body_slots for p in self._params)
-        self.capacity = self._capacity()
+        self.capacity = bundle.capacity
         self.retrieval = None
         self.observe = 0  # the end of a prompt is not looked at ahead of its turn here
         self._tail_base = 0
-        self._owned: list[int] = []
-        self._pinned: list[np.ndarray] = []
         self._graphs: dict[tuple[int, int], int] = {}
         self._runs: dict[tuple[int, int], int] = {}
         self.graphs_refused: str | None = None  # why steps are launched kernel by kernel, when they are
         self._messages: list[str] = []
-        self._stream = self._device.stream()
+        self._plugin = facts["lowering"] == tensorrt_manifest.PLUGIN
+        self._number = np.dtype(np.float32 if facts["precision"] == "fp32" else np.float16)
+        self._memory = DeviceMemory(self._device)
         try:
             self._allocate(info)
             self._open(folder / tensorrt_manifest.PLAN)
+            self.reset()
         except BaseException:
             self.close()
             raise
-        self.reset()
 
     # ---- start-up
 
-    def _capacity(self) -> int | None:
-        full = [p for p in self._params if p.keep == layout.KEEPS["full"]]
-        ends = [p.body_slots // p.tail_slots * p.tail_slots + p.tail_slots for p in full]
-        if not self._ranked:  # rotations beyond the trained range would be noise
-            ends.append(self.bundle.model["context"])
-        return min(ends) if ends else None
-
-    def _alloc(self, size: int) -> int:
-        address = self._device.alloc(max(size, 1))
-        self._owned.append(address)
-        return address
-
-    def _host(self, shape: tuple[int, ...], dtype) -> np.ndarray:
-        array = self._device.host_array(shape, dtype)
-        self._pinned.append(array)
-        return array
-
     def _allocate(self, info: dict[str, Any]) -> None:
-        device, sizes = self._device, [-(-layer["bytes"] // ALIGNMENT) * ALIGNMENT for layer in self.bundle.layers]
-        arena = sum(sizes)
-        logits = self.max_rows * self.vocab * 4
-        needed = arena + logits + max(device.compact_workspace(p) for p in self._params)
-        if needed > info.get("free_bytes", needed):
+        bundle, memory, logits = self.bundle, self._memory, self.max_rows * self.vocab * 4
+        cache = DeviceCache.needed_bytes(bundle, self._device) if self._plugin else RingCache.needed_bytes(bundle, self._number)
+        if cache + logits > info.get("free_bytes", cache + logits):
             raise UserError(
-                f"The KV cache and logits need {needed >> 20} MiB of device memory and {info['free_bytes'] >> 20} MiB are free; "
+                f"The KV cache and logits need {(cache + logits) >> 20} MiB of device memory and {info['free_bytes'] >> 20} MiB are free; "
                 "close other programs or export with a smaller --kv-budget."
             )
-        try:
-            self._arena_address = self._alloc(arena)
-            self._states = [self._arena_address + start for start in np.cumsum([0, *sizes[:-1]]).tolist()]
-            self.contiguous = True
-        except NativeError:
-            # Memory may be free but in pieces (seen on Jetson): one block per layer instead. L2 cannot be told to keep those.
-            self._states = self._pieces(sizes)
-            self.contiguous = False
-        self.persisting_bytes = device.persist(self._stream, self._arena_address, arena) if self.contiguous else 0
+        self._cache = DeviceCache(bundle, memory) if self._plugin else RingCache(bundle, memory, self._number, self.chunk)
+        self.contiguous = self._cache.contiguous
+        self.persisting_bytes = self._device.persist(memory.stream, self._cache.address, self._cache.nbytes) if self.contiguous else 0
 
         # One block of inputs, each on its own 256 bytes: position, shift, rows, token ids.
-        starts = np.cumsum([0] + [-(-8 * n // ALIGNMENT) * ALIGNMENT for n in (1, 1, self.max_rows, self.chunk)]).tolist()
-        self._inputs = self._host((starts[-1] // 8,), np.int64)
-        self._inputs[:] = 0
-        self._input_address = self._alloc(starts[-1])
+        starts = np.cumsum([0] + [padded(8 * n) for n in (1, 1, self.max_rows, self.chunk)]).tolist()
+        self._inputs = memory.host((starts[-1] // 8,), np.int64)
+        self._input_address = memory.alloc(starts[-1])
         names, counts = ("position", "shift", "rows", "input_ids"), (1, 1, self.max_rows, self.chunk)
         self._fields = {n: self._inputs[at // 8 : at // 8 + c] for n, at, c in zip(names, starts, counts, strict=False)}
         self._addresses = {n: self._input_address + at for n, at in zip(names, starts, strict=False)}
-        self._logits = self._host((self.max_rows, self.vocab), np.float32)
-        self._addresses["logits"] = self._alloc(logits)
-        for index, state in enumerate(self._states):
-            self._addresses[f"state.{index}"] = self._addresses[f"state.{index}.out"] = state
-        self._workspace = self._alloc(max(device.compact_workspace(p) for p in self._params))
-
-        fresh = np.concatenate([native.new_state(p) for p in self._params])
-        self._fresh = self._host(fresh.shape, np.uint8)  # what reset copies
-        self._fresh[:] = fresh
-        tables = [np.asarray(self.bundle.inv_freq(i), np.float32) for i in range(len(self._params))]
-        self._inv_freq = [self._upload(t) if t.size else 0 for t in tables]
-        self._header = self._host((layout.HEADER.itemsize,), np.uint8)
-        self._hidden = self._host((len(self._params), 2), np.int32)  # hidden_from, hidden_to
-        self._hidden[:] = 0
-
-    def _pieces(self, sizes: list[int]) -> list[int]:
-        try:
-            return [self._alloc(size) for size in sizes]
-        except NativeError as error:
-            raise UserError(
-                f"The device refused {sum(sizes) >> 20} MiB for the KV cache, also layer by layer ({error}); "
-                "close other programs or export with a smaller --kv-budget."
-            ) from None
-
-    def _upload(self, array: np.ndarray) -> int:
-        address = self._alloc(array.nbytes)
-        self._device.copy(address, array.ctypes.data, array.nbytes, TO_DEVICE, self._stream)
-        self._device.wait(self._stream)
-        return address
+        self._logits = memory.host((self.max_rows, self.vocab), np.float32)
+        self._addresses |= {"logits": memory.alloc(logits), **self._cache.tensors}
 
     def _open(self, plan: Path) -> None:
         trt = self._trt
         self._logger = make_logger(trt, self._messages)
-        load_plugins(trt, self._device.path)
+        if self._plugin:
+            load_plugins(trt, self._device.path)
         runtime = trt.Runtime(self._logger)
         self._engine = runtime.deserialize_cuda_engine(_reader(trt, plan))
         if self._engine is None:
             raise UserError(f"TensorRT {trt.__version__} cannot load {plan}: {self._last_message()}.")
         names = {self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)}
-        self._names = names
-        missing = {"input_ids", "position", "rows", "logits", *(f"state.{i}" for i in range(len(self._states)))} - names
-        if missing:
-            raise UserError(f"{plan} lacks the tensors {', '.join(sorted(missing))}; build it again with `edgekv build`.")
+        wrong = ({"input_ids", "rows", "logits", *self._cache.tensors} - names) | (names - self._addresses.keys())
+        if wrong:
+            raise UserError(f"{plan} has not the tensors of its bundle ({', '.join(sorted(wrong))}); build it again with `edgekv build`.")
         self._contexts = []
         for index in range(len(self._profiles)):
             context = self._engine.create_execution_context()
-            if context is None or not context.set_optimization_profile_async(index, self._stream):
+            if context is None or not context.set_optimization_profile_async(index, self._memory.stream):
                 raise UserError(f"TensorRT could not set the engine up: {self._last_message()}.")
             for name in names:
                 context.set_tensor_address(name, self._addresses[name])
             self._contexts.append(context)
-        self._device.wait(self._stream)
+        self._memory.wait()
 
     def _last_message(self) -> str:
         return self._messages[-1].rstrip(".") if self._messages else "it gave no reason"
@@ -214,14 +159,8 @@ class TensorRTEngine:
 
     @property
     def arena(self) -> np.ndarray:
-        """A copy of all states, uint8 [bytes of the arena]; taking it waits for the device."""
-        out = native.aligned_bytes(self.bundle.arena_bytes, ALIGNMENT)
-        start = 0
-        for state, layer in zip(self._states, self.bundle.layers, strict=True):
-            self._device.copy(out.ctypes.data + start, state, layer["bytes"], TO_HOST, self._stream)
-            start += -(-layer["bytes"] // ALIGNMENT) * ALIGNMENT
-        self._device.wait(self._stream)
-        return out
+        """A copy of the cache, uint8; taking it waits for the device."""
+        return self._cache.arena
 
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         count, wanted = len(tokens), len(rows)
@@ -232,9 +171,10 @@ class TensorRTEngine:
         self._fields["input_ids"][:count] = tokens
         self._fields["position"][0] = position
         self._fields["rows"][:wanted] = rows
+        self._cache.prepare(position, count)
         key = (count, wanted)
         if key in self._graphs:
-            self._device.launch(self._graphs[key], self._stream)
+            self._device.launch(self._graphs[key], self._memory.stream)
         else:
             work = self._work(count, wanted)
             self._runs[key] = self._runs.get(key, 0) + 1
@@ -242,7 +182,7 @@ class TensorRTEngine:
                 self._capture(key, work)
             else:
                 work()
-        self._device.wait(self._stream)
+        self._memory.wait()
         return self._logits[:wanted]
 
     def _work(self, count: int, wanted: int) -> Callable[[], None]:
@@ -251,88 +191,52 @@ class TensorRTEngine:
         context = self._contexts[index]
         context.set_input_shape("input_ids", (1, count))
         context.set_input_shape("rows", (wanted,))
+        for name, shape in self._cache.shapes(count).items():
+            context.set_input_shape(name, shape)
 
         def work() -> None:
-            device, stream = self._device, self._stream
-            device.copy(self._input_address, self._inputs.ctypes.data, self._inputs.nbytes, TO_DEVICE, stream)
-            if not context.execute_async_v3(stream):
+            self._memory.write(self._input_address, self._inputs)
+            self._cache.queue(count)
+            if not context.execute_async_v3(self._memory.stream):
                 raise NativeError(f"TensorRT could not run the step: {self._last_message()}")
-            device.copy(self._logits.ctypes.data, self._addresses["logits"], wanted * self.vocab * 4, TO_HOST, stream)
+            self._memory.read(self._logits[:wanted], self._addresses["logits"])
 
         return work
 
     def _capture(self, key: tuple[int, int], work: Callable[[], None]) -> None:
         try:
-            self._graphs[key] = self._device.capture(self._stream, work)
+            self._graphs[key] = self._device.capture(self._memory.stream, work)
         except NativeError as error:
             self.graphs_refused = str(error)
             work()
             return
-        self._device.launch(self._graphs[key], self._stream)
+        self._device.launch(self._graphs[key], self._memory.stream)
 
     def look(self, window: int | None) -> None:
-        lanes, at = layout.LANES, layout.HEADER.fields["hidden_from"][1]
-        for index, (params, state) in enumerate(zip(self._params, self._states, strict=True)):
-            kept = min(self._tail_base, params.body_slots)  # while everything fits everything is kept
-            end = 0 if window is None else (kept - window) // lanes * lanes
-            self._hidden[index] = (lanes, end) if end > lanes else 0
-            self._device.copy(state + at, self._hidden[index].ctypes.data, 8, TO_DEVICE, self._stream)
-        self._device.wait(self._stream)
+        self._cache.look(window)
 
     def compact(self, position: int) -> None:
-        rank = min(position, self._rank_limit) if self._ranked else position
-        for params in self._params:
-            if params.keep == layout.KEEPS["full"] and position > params.body_slots:
-                raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
-        for params, table, state in zip(self._params, self._inv_freq, self._states, strict=True):
-            self._device.compact(params, table, state, position, rank, self._workspace, self._stream)
+        self._fields["shift"][0] = self._cache.compact(position)
         self._tail_base = position
-        self._fields["shift"][0] = position - rank
 
     def reset(self) -> None:
-        start = 0
-        for state, layer in zip(self._states, self.bundle.layers, strict=True):
-            self._device.copy(state, self._fresh.ctypes.data + start, layer["bytes"], TO_DEVICE, self._stream)
-            start += layer["bytes"]
-        self._device.wait(self._stream)
+        self._cache.reset()
         self._tail_base = 0
         self._fields["shift"][0] = 0
 
     def state_hash(self, position: int) -> int:
-        digest, arena, start = 0, self.arena, 0
-        for params, layer in zip(self._params, self.bundle.layers, strict=True):
-            digest = (digest * 1099511628211 + native.state_hash(params, arena[start : start + layer["bytes"]], position)) % (1 << 64)
-            start += -(-layer["bytes"] // ALIGNMENT) * ALIGNMENT
-        return digest
+        return self._cache.state_hash(position)
 
     def occupancy(self, position: int) -> Occupancy:
-        used, most, tail = 0, None, position - self._tail_base
-        for params, state in zip(self._params, self._states, strict=True):
-            self._device.copy(self._header.ctypes.data, state, self._header.nbytes, TO_HOST, self._stream)
-            self._device.wait(self._stream)
-            header = self._header.view(layout.HEADER)
-            kept, evicted = int(header["body_count"][0]) + tail, int(header["evicted"][0])
-            element = 2 if params.element == layout.ELEMENTS["fp16"] else 4
-            used += kept * params.kv_heads * (params.key_dim + params.value_dim) * element
-            if most is None or kept > most[0]:
-                most = kept, evicted
-        return Occupancy(self.bundle.arena_bytes, used, *most)
+        return self._cache.occupancy(position)
 
     def close(self) -> None:
-        if self._stream is None:
-            return
         for graph in self._graphs.values():
             self._device.destroy_graph(graph)
         self._graphs, self._contexts, self._engine = {}, [], None
-        for address in self._owned:
-            self._device.free(address)
-        self._inputs = self._logits = self._fresh = self._header = self._hidden = None
+        self._inputs = self._logits = self._cache = None
         self._fields = {}
-        for array in self._pinned:
-            self._device.free_host(array)
-        self._owned, self._pinned = [], []
-        self._device.destroy_stream(self._stream)
-        self._stream = None
+        self._memory.close()
 
 
 def _reader(trt: Any, plan: Path) -> Any:

@@ -11,6 +11,7 @@ from edgekv import protobuf
 from edgekv.errors import UserError
 
 LEAST_VERSION = (10, 3)  # aliased plugin inputs and outputs
+LEAST_WITHOUT_PLUGIN = (10, 15)  # TensorScatter: caches that TensorRT itself updates in place
 # Bytes of host memory that building takes at its peak, per byte of weights, beside a fixed part (docs/tensorrt.md: measured).
 PEAK_PER_WEIGHT_BYTE, PEAK_FIXED = 3.0, 900 << 20
 _loaded: set[tuple[str, str]] = set()  # (TensorRT, library) of this process
@@ -41,13 +42,20 @@ def is_rtx(trt: Any) -> bool:
     return "rtx" in trt.__name__
 
 
-def check_version(trt: Any) -> None:
+def check_version(trt: Any, with_plugin: bool = True) -> None:
+    """UserError for a TensorRT that is too old; the standard operators need a newer one than the plugin."""
     if is_rtx(trt):
         return
     version = tuple(int(part) for part in trt.__version__.split(".")[:2])
     if version < LEAST_VERSION:
         wanted = ".".join(map(str, LEAST_VERSION))
         raise UserError(f"TensorRT {trt.__version__} cannot update a cache in place; {wanted} or newer is needed (JetPack 6.1).")
+    if version < LEAST_WITHOUT_PLUGIN and not with_plugin:
+        wanted = ".".join(map(str, LEAST_WITHOUT_PLUGIN))
+        raise UserError(
+            f"TensorRT {trt.__version__} cannot update a cache in place without edgekv's plugin; {wanted} or newer is needed (JetPack 7.2), "
+            "or leave out --no-plugin."
+        )
 
 
 def estimated_peak(weight_bytes: int) -> int:
@@ -97,7 +105,7 @@ def build(
     timing_cache: Path | None = None,
     sm: int | None = None,
     level: int | None = None,
-    set_shapes: Callable[[Any, Profile], None] | None = None,
+    masks: Iterable[int] = (),
 ) -> bytes:
     """The serialised engine.
 
@@ -107,7 +115,7 @@ def build(
     workspace     most device memory for temporary data, in bytes
     timing_cache  file to read tactics' timings from and write them to
     sm            compute capability to build for, for TensorRT-RTX: 86
-    set_shapes    sets the ranges of inputs beyond input_ids and rows on a profile
+    masks         slots of mask.0, mask.1, ... of a graph without the plugin
 
     Raises UserError with TensorRT's own reason.
     """
@@ -115,7 +123,7 @@ def build(
     def reason() -> str:
         return messages[-1].rstrip(".") if messages else "it gave no reason"
 
-    check_version(trt)
+    check_version(trt, plugin is not None)
     offered = load_plugins(trt, plugin) if plugin else set()
     builder = trt.Builder(logger)
     flags = trt.NetworkDefinitionCreationFlag
@@ -143,8 +151,8 @@ def build(
         ranges = builder.create_optimization_profile()
         ranges.set_shape("input_ids", (1, 1), (1, profile.best), (1, profile.tokens))
         ranges.set_shape("rows", (1,), (1,), (profile.rows,))
-        if set_shapes:
-            set_shapes(ranges, profile)
+        for index, slots in enumerate(masks):
+            ranges.set_shape(f"mask.{index}", *((1, 1, rows, slots) for rows in (1, profile.best, profile.tokens)))
         config.add_optimization_profile(ranges)
     plan = builder.build_serialized_network(network, config)
     if plan is None:

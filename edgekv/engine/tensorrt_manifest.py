@@ -9,8 +9,9 @@ from typing import Any
 from edgekv.bundle import MANIFEST, Bundle, sha256_file
 from edgekv.errors import UserError
 
-FORMAT, VERSION = "edgekv-engine", 1
+FORMAT, VERSION = "edgekv-engine", 2
 PLAN, DESCRIPTION = "engine.plan", "engine.json"
+PLUGIN, STANDARD = LOWERINGS = "plugin", "standard"  # attention by edgekv's plugin, or by TensorRT's own operators
 
 
 def default_folder(bundle: Bundle) -> Path:
@@ -41,9 +42,11 @@ def read(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / DESCRIPTION} is damaged; {again}.") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") != VERSION:
         raise UserError(f"{folder} holds no engine that this edgekv reads; {again}.")
-    for name, kind in (("bundle", str), ("tensorrt", str), ("sm", int), ("plugin", str), ("profiles", list), ("engine", dict)):
+    for name, kind in (("bundle", str), ("tensorrt", str), ("sm", int), ("precision", str), ("profiles", list), ("engine", dict)):
         if not isinstance(facts.get(name), kind):
             raise UserError(f"{folder / DESCRIPTION} is damaged: {name!r} is missing; {again}.")
+    if facts.get("lowering") not in LOWERINGS or isinstance(facts.get("plugin"), str) != (facts["lowering"] == PLUGIN):
+        raise UserError(f"{folder / DESCRIPTION} is damaged: it does not say whether the engine needs the plugin; {again}.")
     plan = folder / PLAN
     if not plan.is_file() or plan.stat().st_size != facts["engine"].get("bytes") or sha256_file(plan) != facts["engine"].get("sha256"):
         raise UserError(f"{plan} is missing or damaged; {again}.")
@@ -52,7 +55,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def refuse_if_foreign(facts: dict[str, Any], bundle: Bundle, tensorrt: str, sm: int, plugin: str) -> None:
     """UserError with one sentence when the engine was built from another bundle or for something else than is here."""
-    again = "build it here with `edgekv build --force`"
+    again = "build it here with `edgekv build --force" + ("`" if facts["lowering"] == PLUGIN else " --no-plugin`")
     if facts["bundle"] != bundle_id(bundle):
         raise UserError(f"The engine was built from another version of {bundle.folder}; {again}.")
     if facts["sm"] != sm:
@@ -60,5 +63,5 @@ def refuse_if_foreign(facts: dict[str, Any], bundle: Bundle, tensorrt: str, sm: 
         raise UserError(f"The engine was built for {device} (compute capability {facts['sm'] / 10:.1f}), this one has {sm / 10:.1f}; {again}.")
     if facts["tensorrt"] != tensorrt:
         raise UserError(f"The engine was built with TensorRT {facts['tensorrt']}, here is {tensorrt}; {again}.")
-    if facts["plugin"] != plugin:
+    if facts["lowering"] == PLUGIN and facts["plugin"] != plugin:
         raise UserError(f"The engine was built with another build of edgekv's plugin library; {again}.")

@@ -7,6 +7,7 @@ model is real: buffers, shapes, aliasing, order of copies, compaction by the (em
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import numpy as np
 import onnxruntime as ort
@@ -16,6 +17,8 @@ from edgekv.engine.onnxruntime import session_options
 
 __version__ = "10.3.0"
 loaded: list[str] = []
+contexts: weakref.WeakSet = weakref.WeakSet()
+KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(int8)": np.int8, "tensor(bool)": np.bool_}
 
 
 class ILogger:
@@ -41,6 +44,7 @@ def get_plugin_registry() -> _Registry:
 class _Context:
     def __init__(self, session: ort.InferenceSession):
         self._session = session
+        contexts.add(self)
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -60,17 +64,11 @@ class _Context:
         return np.frombuffer((ctypes.c_uint8 * size).from_address(self._addresses[name]), dtype).reshape(shape)
 
     def execute_async_v3(self, stream: int) -> bool:
-        binding, rows = self._session.io_binding(), self._shapes["rows"][0]
-        for item in self._session.get_inputs():
-            shape = self._shapes.get(item.name, item.shape)
-            value = ort.OrtValue.ortvalue_from_numpy(self._array(item.name, shape, np.int8 if item.name.startswith("state") else np.int64))
-            binding.bind_ortvalue_input(item.name, value)
-        for item in self._session.get_outputs():
-            if item.name == "logits":
-                value = ort.OrtValue.ortvalue_from_numpy(self._array("logits", (1, rows, item.shape[-1]), np.float32))
-            else:
-                value = ort.OrtValue.ortvalue_from_numpy(self._array(item.name, item.shape, np.int8))
-            binding.bind_ortvalue_output(item.name, value)
+        binding, sizes = self._session.io_binding(), {"R": self._shapes["rows"][0], "T": self._shapes["input_ids"][1]}
+        for items, bind in ((self._session.get_inputs(), binding.bind_ortvalue_input), (self._session.get_outputs(), binding.bind_ortvalue_output)):
+            for item in items:
+                shape = self._shapes.get(item.name) or [sizes.get(n, n) for n in item.shape]
+                bind(item.name, ort.OrtValue.ortvalue_from_numpy(self._array(item.name, shape, KINDS[item.type])))
         self._session.run_with_iobinding(binding)
         return True
 
@@ -127,7 +125,14 @@ class FakeDevice(Device):
     def capture(self, stream, work):
         if not self.graphs:
             return super().capture(stream, work)
-        self.recorded[len(self.recorded) + 1] = work
+        shapes = [(context, dict(context._shapes)) for context in contexts]  # a graph keeps those it was captured with
+
+        def again():
+            for context, known in shapes:
+                context._shapes = dict(known)
+            work()
+
+        self.recorded[len(self.recorded) + 1] = again
         return len(self.recorded)
 
     def launch(self, graph, stream):

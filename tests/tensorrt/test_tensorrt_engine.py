@@ -17,6 +17,7 @@ from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.engine.tensorrt import TensorRTEngine
 from edgekv.errors import CacheFullError, NativeError, UserError
 from edgekv.export.to_tensorrt import lower
+from edgekv.export.to_tensorrt_plain import lower_plain
 from edgekv.generation.session import Session
 
 
@@ -29,20 +30,21 @@ def library():
 class Place:
     """A bundle with an engine beside it, as `edgekv build` leaves them."""
 
-    def __init__(self, folder, library, **how):
-        self.bundle, self.library = make(folder / "bundle", **how), library
+    def __init__(self, folder, library, plugin=True, **how):
+        self.bundle, self.library, self.plugin = make(folder / "bundle", **how), library, plugin
         self.folder = tensorrt_manifest.default_folder(self.bundle)
         self.folder.mkdir()
         graph = folder / "lowered"
         graph.mkdir()
-        made = lower(self.bundle, graph, half=False)
+        made = (lower if plugin else lower_plain)(self.bundle, graph, half=False)
         (self.folder / tensorrt_manifest.PLAN).write_text(str(made.graph))
         self.describe()
 
     def describe(self, **change):
         facts = {
             "bundle": tensorrt_manifest.bundle_id(self.bundle), "tensorrt": fake_tensorrt.__version__, "sm": 87, "device": "stand-in",
-            "plugin": sha256_file(self.library), "profiles": [{"name": "decode", "tokens": 8, "rows": 32}, {"name": "prefill", "tokens": 32, "rows": 32}],
+            "lowering": "plugin" if self.plugin else "standard", "precision": "fp32",
+            "plugin": sha256_file(self.library) if self.plugin else None, "profiles": [{"name": "decode", "tokens": 8, "rows": 32}, {"name": "prefill", "tokens": 32, "rows": 32}],
         }  # fmt: skip
         tensorrt_manifest.write(self.folder, facts | change)
 
@@ -90,6 +92,41 @@ def test_the_same_text_as_onnx_runtime(tmp_path, library, how, graphs):
     engine.close()
     assert not device.live and not device.recorded
     engine.close()  # twice is fine
+
+
+@pytest.mark.parametrize("how", [{"keep": "full", "kept": 160}, {"keep": "window"}, {"keep": "window", "sliding_window": 24}], ids=str)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_same_text_without_the_plugin(tmp_path, library, how, graphs):
+    """TensorRT's own operators under the host's masks: evictions, verification blocks and rollback give what compaction gives."""
+    place = Place(tmp_path, library, plugin=False, element="fp32", positions="original", **how)
+    reference = OnnxRuntimeEngine(place.bundle, threads=1, max_rows=4)
+    device = FakeDevice(library, graphs=graphs)
+    fake_tensorrt.loaded.clear()
+    engine = place.engine(device)
+    assert not fake_tensorrt.loaded  # no plugin library is handed to TensorRT
+    want, want_logits = greedy(reference, PROMPT, 60)
+    got, logits = greedy(engine, PROMPT, 60)
+    np.testing.assert_allclose(np.stack(logits), np.stack(want_logits), atol=2e-3)
+    assert got == want and (device.launches > 0) == graphs
+    position = len(PROMPT) + 60
+    ours, theirs = engine.occupancy(position), reference.occupancy(position)
+    assert ours[1:] == theirs[1:] and ours.allocated == engine.arena.nbytes
+    digest = engine.state_hash(position)
+
+    tokens, rows = np.array([3, 5, 7]), np.arange(3)  # a draft that is rejected, then other tokens over it
+    for e in (reference, engine):
+        e.step(tokens, position, rows)
+    np.testing.assert_allclose(engine.step(tokens[::-1].copy(), position, rows), reference.step(tokens[::-1].copy(), position, rows), atol=2e-3)
+    assert engine.state_hash(position) == digest != engine.state_hash(position + 1)
+    for window in (16, None):
+        for e in (reference, engine):
+            e.look(window)
+        np.testing.assert_allclose(engine.step(tokens, position, rows), reference.step(tokens, position, rows), atol=2e-3)
+
+    engine.reset()
+    assert greedy(engine, PROMPT, 60)[0] == want and engine.state_hash(position) == digest
+    engine.close()
+    assert not device.live and not device.recorded
 
 
 def test_looking_at_a_part_of_the_cache(tmp_path, library):
@@ -163,6 +200,8 @@ def test_memory_that_is_not_there_is_a_sentence_and_nothing_stays_allocated(plac
         ({"plugin": "0" * 64}, "another build of edgekv's plugin"),
         ({"version": 9}, "no engine that this edgekv reads"),
         ({"profiles": None}, "'profiles' is missing"),
+        ({"lowering": None}, "does not say whether the engine needs the plugin"),
+        ({"plugin": None}, "does not say whether the engine needs the plugin"),
     ],
 )
 def test_an_engine_from_elsewhere_is_refused(place, change, sentence):

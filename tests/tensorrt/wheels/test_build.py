@@ -201,12 +201,8 @@ def test_the_lowering_without_the_plugin_is_parsed_and_built(models, tmp_path, n
     messages: list[str] = []
     logger = make_logger(trt, messages)
 
-    def masks(ranges, profile):
-        for i, slots in enumerate(made.masks):
-            ranges.set_shape(f"mask.{i}", *((1, 1, rows, slots) for rows in (1, profile.best, profile.tokens)))
-
     plan = tensorrt_build.build(
-        trt, made.graph, None, tensorrt_build.profiles(32, 4), messages=messages, logger=logger, sm=86, set_shapes=masks
+        trt, made.graph, None, tensorrt_build.profiles(32, 4), messages=messages, logger=logger, sm=86, masks=made.masks
     )
     assert len(plan) > 10_000
     network = trt.Builder(logger).create_network(0)

@@ -1,0 +1,143 @@
+"""The cache states of all layers in device memory, for every engine that runs the CUDA kernels: one arena, compaction, reports.
+
+The host never reads keys and values, only the headers, and those for reports.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv import layout, native
+from edgekv.bundle import Bundle
+from edgekv.engine import Occupancy
+from edgekv.engine.device import Device
+from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory
+from edgekv.errors import CacheFullError, NativeError, UserError
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class DeviceCache:
+    """States as plugins/layout/state_layout.h describes them, one per layer.
+
+    tensors     name of a graph's input or output -> address: a state and its output are the same memory
+    contiguous  whether all states lie in one block, which L2 can be told to keep
+    """
+
+    def __init__(self, bundle: Bundle, memory: DeviceMemory):
+        self.bundle, self.memory = bundle, memory
+        self._params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
+        self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
+        self._rank_limit = max(p.body_slots for p in self._params)
+        self._tail_base = 0
+        sizes = [padded(layer["bytes"]) for layer in bundle.layers]
+        self.nbytes = sum(sizes)
+        try:
+            self.address = memory.alloc(self.nbytes)
+            self._states = [self.address + start for start in np.cumsum([0, *sizes[:-1]]).tolist()]
+            self.contiguous = True
+        except NativeError:
+            # Memory may be free but in pieces (seen on Jetson): one block per layer instead. L2 cannot be told to keep those.
+            self._states = self._pieces(sizes)
+            self.contiguous = False
+        self.tensors: dict[str, int] = {}
+        for index, state in enumerate(self._states):
+            self.tensors[f"state.{index}"] = self.tensors[f"state.{index}.out"] = state
+        self._workspace = memory.alloc(max(memory.device.compact_workspace(p) for p in self._params))
+        tables = [np.asarray(bundle.inv_freq(i), np.float32) for i in range(len(self._params))]
+        self._inv_freq = [memory.upload(t) if t.size else 0 for t in tables]
+        self._fresh = [self._beginning(p) for p in self._params]  # what reset copies; zeros follow
+        self._header = memory.host((layout.HEADER.itemsize,), np.uint8)
+        self._hidden = memory.host((len(self._params), 2), np.int32)  # hidden_from, hidden_to
+
+    @staticmethod
+    def needed_bytes(bundle: Bundle, device: Device) -> int:
+        """Device memory that the states and their compaction take."""
+        params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
+        return sum(padded(layer["bytes"]) for layer in bundle.layers) + max(device.compact_workspace(p) for p in params)
+
+    def _pieces(self, sizes: list[int]) -> list[int]:
+        try:
+            return [self.memory.alloc(size) for size in sizes]
+        except NativeError as error:
+            raise UserError(
+                f"The device refused {sum(sizes) >> 20} MiB for the KV cache, also layer by layer ({error}); "
+                "close other programs or export with a smaller --kv-budget."
+            ) from None
+
+    def _beginning(self, params: native.LayerParams) -> np.ndarray:
+        """The bytes of an empty state up to its last one that is not zero, page-locked."""
+        fresh = native.new_state(params)
+        part = fresh[: int(np.flatnonzero(fresh)[-1]) + 1]
+        kept = self.memory.host(part.shape, np.uint8)
+        kept[:] = part
+        return kept
+
+    def prepare(self, position: int, count: int) -> None:
+        """Before a step of `count` tokens: nothing, the kernels read the position themselves."""
+
+    def queue(self, count: int) -> None:
+        """Copies that belong to a step: none."""
+
+    def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of inputs of the cache that depend on the step: none."""
+        return {}
+
+    @property
+    def arena(self) -> np.ndarray:
+        """A copy of all states, uint8 [bytes of the arena]; taking it waits for the device."""
+        out, start = native.aligned_bytes(self.bundle.arena_bytes, ALIGNMENT), 0
+        for state, layer in zip(self._states, self.bundle.layers, strict=True):
+            self.memory.read(out[start : start + layer["bytes"]], state)
+            start += padded(layer["bytes"])
+        self.memory.wait()
+        return out
+
+    def look(self, window: int | None) -> None:
+        lanes, at = layout.LANES, layout.HEADER.fields["hidden_from"][1]
+        for index, (params, state) in enumerate(zip(self._params, self._states, strict=True)):
+            kept = min(self._tail_base, params.body_slots)  # while everything fits everything is kept
+            end = 0 if window is None else (kept - window) // lanes * lanes
+            self._hidden[index] = (lanes, end) if end > lanes else 0
+            self.memory.write(state + at, self._hidden[index])
+        self.memory.wait()
+
+    def compact(self, position: int) -> int:
+        """Queues the compaction of every layer; returns by how much ranks now differ from places in the text."""
+        rank = min(position, self._rank_limit) if self._ranked else position
+        for params in self._params:
+            if params.keep == layout.KEEPS["full"] and position > params.body_slots:
+                raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+        for params, table, state in zip(self._params, self._inv_freq, self._states, strict=True):
+            self.memory.device.compact(params, table, state, position, rank, self._workspace, self.memory.stream)
+        self._tail_base = position
+        return position - rank
+
+    def reset(self) -> None:
+        for state, layer, fresh in zip(self._states, self.bundle.layers, self._fresh, strict=True):
+            self.memory.write(state, fresh)
+            self.memory.clear(state + fresh.nbytes, layer["bytes"] - fresh.nbytes)
+        self.memory.wait()
+        self._tail_base = 0
+
+    def state_hash(self, position: int) -> int:
+        digest, arena, start = 0, self.arena, 0
+        for params, layer in zip(self._params, self.bundle.layers, strict=True):
+            digest = (digest * 1099511628211 + native.state_hash(params, arena[start : start + layer["bytes"]], position)) % (1 << 64)
+            start += padded(layer["bytes"])
+        return digest
+
+    def occupancy(self, position: int) -> Occupancy:
+        used, most, tail = 0, None, position - self._tail_base
+        for params, state in zip(self._params, self._states, strict=True):
+            self.memory.read(self._header, state)
+            self.memory.wait()
+            header = self._header.view(layout.HEADER)
+            kept, evicted = int(header["body_count"][0]) + tail, int(header["evicted"][0])
+            element = 2 if params.element == layout.ELEMENTS["fp16"] else 4
+            used += kept * params.kv_heads * (params.key_dim + params.value_dim) * element
+            if most is None or kept > most[0]:
+                most = kept, evicted
+        return Occupancy(self.bundle.arena_bytes, used, *most)
