@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build the TensorRT plugin library, edgekv/_native/libedgekv_trt.so, with nvcc.
+"""Build the CUDA library, edgekv/_native/libedgekv_trt.so, with nvcc: kernels, TensorRT's plugin, ops for ONNX Runtime's CUDA provider.
 
     python tools/build_plugin.py                 for the GPU of this machine, or for all supported ones where there is none
     python tools/build_plugin.py --arch 87 110   for chosen ones
@@ -32,8 +32,13 @@ HEADERS_HASH = "07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0
 HEADERS_FOLDER = "kernel_lens/include/tensorrt/"
 SYSTEM_INCLUDES = ("/usr/include", "/usr/include/aarch64-linux-gnu", "/usr/include/x86_64-linux-gnu", "/usr/local/tensorrt/include")
 ARCHITECTURES = ("86", "87", "89", "90", "110", "120")
-SOURCES = ("cuda/api.cu", "trt/device.cu", "trt/cache_attention.cpp", "trt/creator.cpp")
-EMULATED = ("cuda/api.cu", "emulation/emulation.cpp", "emulation/device.cpp", "trt/cache_attention.cpp", "trt/creator.cpp")
+# The ops for ONNX Runtime's CUDA provider, which are in the same library.
+ORT_CUDA = (
+    "ort/cuda/append_block_sums.cu", "ort/cuda/bounded_cache_attention.cpp", "ort/cuda/cuda_op.cpp", "ort/cuda/register.cpp",
+    "ort/kernel_io.cpp", "ort/step_inputs.cpp",
+)  # fmt: skip
+SOURCES = ("cuda/api.cu", "trt/device.cu", "trt/cache_attention.cpp", "trt/creator.cpp", *ORT_CUDA)
+EMULATED = ("cuda/api.cu", "emulation/emulation.cpp", "emulation/device.cpp", "trt/cache_attention.cpp", "trt/creator.cpp", *ORT_CUDA)
 
 
 def tensorrt_headers(given: str | None = None) -> Path:

@@ -26,6 +26,8 @@ FUNCTIONS = {
     "KernelContextGetInputCount": "KernelContext_GetInputCount",
     "KernelContextGetInput": "KernelContext_GetInput",
     "KernelContextGetOutput": "KernelContext_GetOutput",
+    "KernelContextGetStream": "KernelContext_GetGPUComputeStream",
+    "KernelContextGetAllocator": "KernelContext_GetAllocator",
     "KernelContextParallelFor": "KernelContext_ParallelFor",
     "ReleaseTensorInfo": "ReleaseTensorTypeAndShapeInfo",
 }
@@ -50,10 +52,12 @@ ENUMS = {
     "kUndefined": "ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED",
     "kFloat": "ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT",
     "kInt8": "ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8",
+    "kInt32": "ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32",
     "kInt64": "ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64",
     "kRequired": "INPUT_OUTPUT_REQUIRED",
     "kOptional": "INPUT_OUTPUT_OPTIONAL",
     "kMemoryDefault": "OrtMemTypeDefault",
+    "kDeviceAllocator": "OrtDeviceAllocator",
 }
 
 

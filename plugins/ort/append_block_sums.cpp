@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ort/cpu_op.h"
+#include "ort/custom_op.h"
 #include "ort/session_threads.h"
 
 namespace edgekv::ort {
@@ -67,7 +67,7 @@ int Kernel::compute(KernelContext* context) const {
 }
 
 const CustomOp* make_op() {
-  static CustomOp op = cpu_op<Kernel>();
+  static CustomOp op = custom_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return 1; };
   op.get_input_type = [](const CustomOp*, size_t) { return kFloat; };
   op.get_input_presence = [](const CustomOp*, size_t) { return kRequired; };

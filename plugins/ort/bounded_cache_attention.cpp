@@ -12,14 +12,12 @@
 #include <vector>
 
 #include "cpu/attention.h"
-#include "ort/cpu_op.h"
+#include "ort/custom_op.h"
 #include "ort/session_threads.h"
 #include "ort/step_inputs.h"
 
 namespace edgekv::ort {
 namespace {
-
-constexpr size_t kSlots = kStepInputs, kInputs = kStepInputs + 1;
 
 struct Kernel {
   static constexpr const char* kName = "BoundedCacheAttention";
@@ -31,12 +29,13 @@ struct Kernel {
 };
 
 int Kernel::compute(KernelContext* context) const {
-  Tensor input[kInputs];
-  for (size_t i = 0; i < kInputs; ++i)
+  Tensor input[kAttentionInputs];
+  for (size_t i = 0; i < kAttentionInputs; ++i)
     if (read_input(api, context, i, &input[i])) return 1;
 
   StepInputs in = {};
   if (view_step(p, input, &in)) return 1;
+  in.position = position_of(input);
   if (const Tensor& slots = input[kSlots]; slots.data != nullptr) {
     if (slots.rank != 3 || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
       return fail("slots must have the shape [%d, %" PRId64 ", k]", p.kv_heads, in.rows);
@@ -45,29 +44,15 @@ int Kernel::compute(KernelContext* context) const {
   }
 
   const Tensor& state = input[kState];
-  void *y, *same;
-  const int64_t shape[3] = {1, in.rows, int64_t(p.q_heads) * p.value_dim};
-  if (make_output(api, context, 1, state.dims, state.rank, &same)) return 1;
-  if (state.data == nullptr || same != state.data)
-    return fail("the state must be updated in place: bind the state input and the state output of layer %d to one buffer", p.layer);
-  if (make_output(api, context, 0, shape, 3, &y)) return 1;
+  void* y;
+  if (make_step_outputs(api, context, p, state, in.rows, &y)) return 1;
   SessionThreads threads(api, context);
   return attend_step(p, in, state.data, state.size(), static_cast<float*>(y), threads);
 }
 
 const CustomOp* make_op() {
-  static CustomOp op = cpu_op<Kernel>();
-  op.get_input_count = [](const CustomOp*) -> size_t { return kInputs; };
-  op.get_input_type = [](const CustomOp*, size_t i) { return i == kSlots ? kInt32 : step_input_type(i); };
-  op.get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
-  op.get_output_count = [](const CustomOp*) -> size_t { return 2; };
-  op.get_output_type = [](const CustomOp*, size_t i) { return i == 0 ? kFloat : kInt8; };
-  op.get_alias_map = [](int** inputs, int** outputs) -> size_t {
-    static int from = kState, to = 1;
-    *inputs = &from;
-    *outputs = &to;
-    return 1;
-  };
+  static CustomOp op = custom_op<Kernel>();
+  declare_attention(&op);
   return &op;
 }
 

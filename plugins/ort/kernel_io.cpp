@@ -64,7 +64,7 @@ int read_params(const Api* api, const KernelInfo* info, LayerParams* params, std
   size_t count = 0;
   if (single(api, info, "inv_freq")) return fail("attribute inv_freq must be a list of numbers with a decimal point");
   if (succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", nullptr, &count)) && count > 0) {
-    inv_freq->resize(count);
+    *inv_freq = std::vector<float>(count);
     if (!succeeded(api, function<KernelInfoGetFloats>(api)(info, "inv_freq", inv_freq->data(), &count)))
       return fail("attribute inv_freq cannot be read");
   }

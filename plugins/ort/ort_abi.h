@@ -21,6 +21,8 @@ struct KernelContext;
 struct ShapeInferContext;
 struct Value;
 struct TensorInfo;
+struct MemoryInfo;
+struct Allocator;
 
 struct ApiBase {
   const Api* (*get_api)(uint32_t version);  // null when this runtime is older than `version`
@@ -31,6 +33,7 @@ enum ErrorCode : int { kOk = 0, kFail = 1, kInvalidArgument = 2 };
 enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
 enum Presence : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kMemoryDefault = 0 };
+enum AllocatorType : int { kDeviceAllocator = 0 };
 
 // Places in the table of functions, with their signatures.
 template <int kIndex, class F>
@@ -47,6 +50,9 @@ using GetTensorElementType = Entry<60, Status*(const TensorInfo*, ElementType*)>
 using GetDimensionsCount = Entry<61, Status*(const TensorInfo*, size_t*)>;
 using GetDimensions = Entry<62, Status*(const TensorInfo*, int64_t* dims, size_t count)>;
 using GetTensorTypeAndShape = Entry<65, Status*(const Value*, TensorInfo**)>;
+using CreateMemoryInfo = Entry<68, Status*(const char* name, AllocatorType, int id, MemoryType, MemoryInfo**)>;
+using AllocatorAlloc = Entry<75, Status*(Allocator*, size_t bytes, void**)>;
+using AllocatorFree = Entry<76, Status*(Allocator*, void*)>;
 using KernelInfoGetFloat = Entry<85, Status*(const KernelInfo*, const char* name, float*)>;
 using KernelInfoGetInt = Entry<86, Status*(const KernelInfo*, const char* name, int64_t*)>;
 using KernelInfoGetString = Entry<87, Status*(const KernelInfo*, const char* name, char*, size_t* size)>;
@@ -54,8 +60,12 @@ using KernelContextGetInputCount = Entry<88, Status*(const KernelContext*, size_
 using KernelContextGetInput = Entry<90, Status*(const KernelContext*, size_t index, const Value**)>;
 using KernelContextGetOutput = Entry<91, Status*(KernelContext*, size_t index, const int64_t* dims, size_t count, Value**)>;
 using ReleaseStatus = Entry<93, void(Status*)>;
+using ReleaseMemoryInfo = Entry<94, void(MemoryInfo*)>;
 using ReleaseTensorInfo = Entry<99, void(TensorInfo*)>;
+using ReleaseAllocator = Entry<132, void(Allocator*)>;
 using KernelInfoGetFloats = Entry<162, Status*(const KernelInfo*, const char* name, float*, size_t* size)>;
+using KernelContextGetStream = Entry<193, Status*(const KernelContext*, void** stream)>;
+using KernelContextGetAllocator = Entry<253, Status*(const KernelContext*, const MemoryInfo*, Allocator**)>;
 using KernelContextParallelFor =
     Entry<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t total, size_t batches, void* data)>;
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/state.h"
-#include "ort/cpu_op.h"
+#include "ort/custom_op.h"
 #include "ort/session_threads.h"
 #include "ort/step_inputs.h"
 
@@ -40,6 +40,7 @@ int Kernel::compute(KernelContext* context) const {
     if (read_input(api, context, i, &input[i])) return 1;
   StepInputs in = {};
   if (view_queries(p, input, &in)) return 1;
+  in.position = position_of(input);
   const Tensor& state = input[kState];
   if (check_state(p, state.data, state.size(), in.position)) return 1;
   const int64_t shape[3] = {p.kv_heads, in.rows, retrieved_slots(p, state.data)};
@@ -51,7 +52,7 @@ int Kernel::compute(KernelContext* context) const {
 }
 
 const CustomOp* make_op() {
-  static CustomOp op = cpu_op<Kernel>();
+  static CustomOp op = custom_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return kStepInputs; };
   op.get_input_type = [](const CustomOp*, size_t i) { return step_input_type(i); };
   op.get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };

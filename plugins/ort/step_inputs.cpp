@@ -53,7 +53,6 @@ int view_tables(const Tensor& cos, const Tensor& sin, StepInputs* in) {
 int view_rest(const LayerParams& p, const Tensor* input, StepInputs* in) {
   if (p.fused_rotary && view_tables(input[kCos], input[kSin], in)) return 1;
   if (input[kPosition].data == nullptr || input[kPosition].size() != 1) return fail("position must hold one number");
-  in->position = *static_cast<const int64_t*>(input[kPosition].data);
   return 0;
 }
 
@@ -79,6 +78,29 @@ int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in) {
   if (q.rank == 3 && q.dims[2] == packed_width(p) ? view_packed(p, q, in) : view_rows("q", q, p.q_heads, p.key_dim, &in->q, &in->rows))
     return 1;
   return view_rest(p, input, in);
+}
+
+void declare_attention(CustomOp* op) {
+  op->get_input_count = [](const CustomOp*) -> size_t { return kAttentionInputs; };
+  op->get_input_type = [](const CustomOp*, size_t i) { return i == kSlots ? kInt32 : step_input_type(i); };
+  op->get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
+  op->get_output_count = [](const CustomOp*) -> size_t { return 2; };
+  op->get_output_type = [](const CustomOp*, size_t i) { return i == 0 ? kFloat : kInt8; };
+  op->get_alias_map = [](int** inputs, int** outputs) -> size_t {
+    static int from = kState, to = 1;
+    *inputs = &from;
+    *outputs = &to;
+    return 1;
+  };
+}
+
+int make_step_outputs(const Api* api, KernelContext* context, const LayerParams& p, const Tensor& state, int64_t rows, void** y) {
+  const int64_t shape[3] = {1, rows, int64_t(p.q_heads) * p.value_dim};
+  void* same;
+  if (make_output(api, context, 1, state.dims, state.rank, &same)) return 1;
+  if (state.data == nullptr || same != state.data)
+    return fail("the state must be updated in place: bind the state input and the state output of layer %d to one buffer", p.layer);
+  return make_output(api, context, 0, shape, 3, y);
 }
 
 }  // namespace edgekv::ort

@@ -11,7 +11,16 @@ inline ElementType step_input_type(size_t i) { return i == kPosition ? kInt64 : 
 inline Presence step_input_presence(size_t i) { return i == kQ || i == kPosition || i == kState ? kRequired : kOptional; }
 
 // Both fill `in` from tensors [kStepInputs] and return 0, or 1 with a sentence (cpu/error.h). The second one ignores keys and values.
+// They look at shapes and addresses only, so tensors may lie in device memory; in.position is left alone.
 int view_step(const LayerParams& p, const Tensor* input, StepInputs* in);
 int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in);
+// The position that a viewed step has, read from host memory.
+inline int64_t position_of(const Tensor* input) { return *static_cast<const int64_t*>(input[kPosition].data); }
+
+// The attention op, whatever provider runs it: one more input, and the state's output is the memory of its input.
+constexpr size_t kSlots = kStepInputs, kAttentionInputs = kStepInputs + 1;
+void declare_attention(CustomOp* op);
+// Makes both outputs, y [1, rows, q_heads * value_dim] and the state; 1 with a sentence when the state is not updated in place.
+int make_step_outputs(const Api* api, KernelContext* context, const LayerParams& p, const Tensor& state, int64_t rows, void** y);
 
 }  // namespace edgekv::ort

@@ -1,5 +1,10 @@
+import sys
+from pathlib import Path
+
 import pytest
 from emulated import Emulated
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 
 @pytest.fixture(scope="session")

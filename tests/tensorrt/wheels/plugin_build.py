@@ -14,7 +14,7 @@ WHEELS = ROOT / "build" / "tensorrt-wheels"
 
 def cached_build(name: str, command: Callable[[Path], list[str]], *watched: Path) -> Path:
     digest = hashlib.sha256(" ".join(command(Path("out"))).encode())
-    rooms = ("cuda", "layout", "emulation", "trt")
+    rooms = ("cuda", "layout", "emulation", "trt", "ort", "cpu")
     for path in sorted([*(p for room in rooms for p in (PLUGINS / room).rglob("*") if p.is_file()), *watched]):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "tensorrt-tests"

@@ -1,4 +1,4 @@
-// What all ops of this library have in common, so that each says only what it takes, gives and computes.
+// What all ops have in common, so that each says only what it takes, gives and computes.
 #pragma once
 #include <cstdio>
 #include <memory>
@@ -26,14 +26,15 @@ Status* guarded(const Api* api, const char* op, Call call) {
   return function<CreateStatus>(api)(code, text);
 }
 
-// A custom op for the CPU provider, version 1, without aliases; the caller sets its inputs and outputs. Kernel has
+// A custom op for the CPU provider (plugins/ort/cuda changes that), version 1, without aliases; the caller sets its inputs and outputs.
+// Kernel has
 //
 //   static constexpr const char* kName;                  of the op, which also begins every error sentence
 //   const Api* api;                                      set before the two below are called
 //   int create(const KernelInfo* info);                  0, or 1 with a sentence (cpu/error.h)
 //   int compute(KernelContext* context) const;           likewise
 template <class Kernel>
-CustomOp cpu_op() {
+CustomOp custom_op() {
   CustomOp op = {};
   op.version = kApiVersion;
   op.get_name = [](const CustomOp*) { return Kernel::kName; };
