@@ -28,10 +28,24 @@ def packed_params(draw):
     return make_params(keep, 320 if keep == "full" else 64, tail, draw(st.sampled_from(["fp16", "fp32"])), **more)
 
 
-def filled(params: dict, n: int, seed: int = 0) -> tuple[SelfIndexCache, Text]:
-    """The oracle after n tokens of a text of n + 48. Only what is stored matters, so nothing is attended to on the way; keys share
+@st.composite
+def compaction_params(draw):
+    """Compressed layers that fill and evict within a few short intervals."""
+    keep = draw(st.sampled_from(["full", "window", "heavy"]))
+    more = {"format": 1, "intervals": 24, "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.integers(0, 40))}
+    more |= {"key_dim": draw(st.sampled_from([8, 20, 64])), "value_dim": draw(st.sampled_from([6, 33, 64])), "softcap": draw(st.sampled_from([0.0, 2.0]))}
+    body, tail = draw(st.sampled_from([32, 64, 96])) if keep != "full" else 384, draw(st.sampled_from([16, 48]))
+    if keep == "heavy":
+        more |= {"score": draw(st.integers(0, 1)), "window": draw(st.integers(0, body)), "sliding_window": draw(st.sampled_from([0, 50]))}
+        if more["score"] == layout.SCORES["attention"]:
+            more |= {"observe": draw(st.integers(0, tail)), "score_normalise": draw(st.integers(0, 1)), "score_decay": 0.9}
+    return make_params(keep, body, tail, draw(st.sampled_from(["fp16", "fp32"])), **more)
+
+
+def filled(params: dict, n: int, seed: int = 0, more: int = 48) -> tuple[SelfIndexCache, Text]:
+    """The oracle after n tokens of a text of n + more. Only what is stored matters, so nothing is attended to on the way; keys share
     an offset, so that mean keys matter."""
-    cache, text = SelfIndexCache(params), Text(params, n + 48, seed)
+    cache, text = SelfIndexCache(params), Text(params, n + more, seed)
     text.k += np.random.default_rng(seed).standard_normal((1, params["kv_heads"], params["key_dim"])).astype(np.float32)
     for start in range(0, n, params["tail_slots"]):
         rows = min(params["tail_slots"], n - start)

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "launch.cuh"
+#include "launch_compact_packed.cuh"
 #include "launch_packed.cuh"
 #include "launch_retrieve.cuh"
 
@@ -57,6 +58,7 @@ long long edgekv_cuda_step_workspace(const edgekv::LayerParams* p, int rows) {
 }
 
 long long edgekv_cuda_compact_workspace(const edgekv::LayerParams* p) {
+  if (p->format == edgekv::kFormatSelfIndex) return (long long)edgekv::cuda::packed_compaction_workspace_bytes(*p);
   edgekv::cuda::Compaction c{};
   c.layer.p = *p;
   return (long long)edgekv::cuda::place_compaction(c, nullptr);
@@ -107,7 +109,9 @@ int edgekv_cuda_compact(const edgekv::LayerParams* p, const float* inv_freq, voi
   if (position < p->tail_slots || position % p->tail_slots) return refuse("compaction is for boundaries: position must be a positive multiple of tail_slots");
   // While everything fits everything is kept, so what the body holds follows from the position.
   const long long kept = position < p->body_slots ? position : p->body_slots;
-  if (p->keep == edgekv::kKeepFull && position > p->body_slots) return refuse("the cache keeps every token and is full");
+  const bool packed = p->format == edgekv::kFormatSelfIndex;
+  if (p->keep == edgekv::kKeepFull && position > p->body_slots + (packed ? p->sinks : 0)) return refuse("the cache keeps every token and is full");
+  if (packed && position / p->tail_slots > p->intervals) return refuse("the text has all its boundary intervals already");
   if (p->positions == edgekv::kPositionsCache && p->rotary_dim > 0 && !inv_freq) return refuse("positions = cache needs inv_freq");
   if (rank_base < kept || (p->positions == edgekv::kPositionsOriginal && rank_base != position)) return refuse("this rank_base is not possible at this position");
   if (!state) return refuse("compaction needs a state");
@@ -117,9 +121,16 @@ int edgekv_cuda_compact(const edgekv::LayerParams* p, const float* inv_freq, voi
   c.inv_freq = inv_freq;
   c.position = position;
   c.rank_base = rank_base;
-  edgekv::cuda::place_compaction(c, static_cast<unsigned char*>(workspace));
-  if (p->element == edgekv::kFloat16) edgekv::cuda::launch_compaction<__half>(c, static_cast<cudaStream_t>(stream));
-  else edgekv::cuda::launch_compaction<float>(c, static_cast<cudaStream_t>(stream));
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const bool half = p->element == edgekv::kFloat16;
+  if (packed) {
+    edgekv::cuda::Compaction ranking{};
+    place_packed_compaction(c, ranking, static_cast<unsigned char*>(workspace));
+    half ? edgekv::cuda::launch_packed_compaction<__half>(c, ranking, queue) : edgekv::cuda::launch_packed_compaction<float>(c, ranking, queue);
+    return launched();
+  }
+  place_compaction(c, static_cast<unsigned char*>(workspace));
+  half ? edgekv::cuda::launch_compaction<__half>(c, queue) : edgekv::cuda::launch_compaction<float>(c, queue);
   return launched();
 }
 

@@ -106,8 +106,9 @@ inline size_t place_compaction(Compaction& c, unsigned char* workspace) {
   return places.used;
 }
 
+// Ranks the candidates, where the keep rule asks for it.
 template <typename Elem>
-void launch_compaction(const Compaction& c, cudaStream_t stream) {
+void launch_ranking(const Compaction& c, cudaStream_t stream) {
   (void)stream;
   const LayerParams& p = c.layer.p;
   const dim3 tiles(tiles_of(p), p.kv_heads), threads(kThreads);
@@ -124,6 +125,12 @@ void launch_compaction(const Compaction& c, cudaStream_t stream) {
     EDGEKV_LAUNCH(sum_keys<Elem>, tiles, threads, bytes, stream, c);
     EDGEKV_LAUNCH(rank_keys<Elem>, tiles, threads, bytes, stream, c);
   }
+}
+
+template <typename Elem>
+void launch_compaction(const Compaction& c, cudaStream_t stream) {
+  const LayerParams& p = c.layer.p;
+  launch_ranking<Elem>(c, stream);
   EDGEKV_LAUNCH(choose_slots, dim3(p.kv_heads), dim3(kChooseThreads), kChooseSharedBytes, stream, c);
   EDGEKV_LAUNCH(move_tokens<Elem>, dim3(p.kv_heads, move_slices(p), 2), dim3(kMoveThreads), 0, stream, c);
   EDGEKV_LAUNCH(move_metadata, dim3(p.kv_heads), dim3(kMoveThreads), 0, stream, c);

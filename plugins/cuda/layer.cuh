@@ -21,9 +21,12 @@ inline Layer make_layer(const LayerParams& p, void* state) {
   return {p, state_layout(p), record_layout(p), params_hash(p), static_cast<unsigned char*>(state), p.body_slots, 0};
 }
 
+// Tokens that the planes of sinks have room for, per kv head.
+EDGEKV_HOST_DEVICE int sink_slots(const LayerParams& p) { return (p.sinks + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES; }
+
 // Sinks and tail of a compressed state lie in full, as body and tail of a dense one do.
 inline Layer sinks_view(Layer l) {
-  l.p.body_slots = (l.p.sinks + EDGEKV_LANES - 1) / EDGEKV_LANES * EDGEKV_LANES;
+  l.p.body_slots = sink_slots(l.p);
   l.at.body_k = l.at.sink_k;
   l.at.body_v = l.at.sink_v;
   l.sinks_as_body = 1;

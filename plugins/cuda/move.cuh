@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMoveThreads) move_tokens(const Compaction c) 
   const LayerParams& p = c.layer.p;
   const Tail tail = read_boundary(c);
   if (!tail.ok) return;
-  const int kv_head = int(blockIdx.x), first_unit = int(blockIdx.y) * kMoveUnits, count = kept_of(p, tail.body);
+  const int kv_head = int(blockIdx.x), first_unit = int(blockIdx.y) * kMoveUnits, count = kept_of(c, tail);
   const bool keys = blockIdx.z == 0, turns = keys && p.positions == kPositionsCache && p.rotary_dim > 0;
   const int units = keys ? key_units(p) : p.value_dim;
   const int* source = c.source + size_t(kv_head) * p.body_slots;
@@ -105,20 +105,30 @@ __global__ void __launch_bounds__(kMoveThreads) move_metadata(const Compaction c
   const LayerParams& p = c.layer.p;
   const Tail tail = read_boundary(c);
   if (!tail.ok) return;
-  const int kv_head = int(blockIdx.x), count = kept_of(p, tail.body);
+  const int kv_head = int(blockIdx.x), count = kept_of(c, tail);
   const size_t head = size_t(kv_head) * p.body_slots;
+  const Moves m = moves_of(c, tail);
+  unsigned long long moved = 0, filled = 0;
   int32_t* positions = plane<int32_t>(c.layer, c.layer.at.body_pos) + head;
   for (int base = 0; base < count; base += kMoveThreads) {
     const int j = base + int(threadIdx.x), from = j < count ? c.source[head + j] : 0;
-    const int position = from < tail.body ? positions[from] : tail.base + from - tail.body;
+    const int position = from < tail.body ? positions[from] : tail.base + m.to_sinks + from - tail.body;
     __syncthreads();  // all of the group is read
     if (j >= count) continue;
     positions[j] = position;
+    moved += from < tail.body && from != j;
+    filled += from >= tail.body;
     if (keeps_scores(p)) {
-      plane<float>(c.layer, c.layer.at.body_score)[head + j] = c.score[size_t(kv_head) * c.capacity + from];
-      plane<float>(c.layer, c.layer.at.body_seen)[head + j] = c.seen[size_t(kv_head) * c.capacity + from];
+      const size_t at = score_at(c, m, kv_head, from);
+      plane<float>(c.layer, c.layer.at.body_score)[head + j] = c.score[at];
+      plane<float>(c.layer, c.layer.at.body_seen)[head + j] = c.seen[at];
     }
   }
+  if (p.format != kFormatSelfIndex) return;  // move_tokens counts
+  const unsigned long long token = p.key_dim / 8 + c.layer.record.bytes + 4;
+  auto* traffic = reinterpret_cast<unsigned long long*>(header(c.layer)->traffic);
+  atomicAdd(&traffic[kCompactRead], moved * token);
+  atomicAdd(&traffic[kCompactWrite], (moved + filled) * token);
 }
 
 // The header, once all else is in place. One thread.
@@ -126,7 +136,7 @@ __global__ void commit_compaction(const Compaction c) {
   const LayerParams& p = c.layer.p;
   const Tail tail = read_boundary(c);
   if (!tail.ok || threadIdx.x != 0) return;
-  const int count = kept_of(p, tail.body);
+  const int count = kept_of(c, tail);
   StateHeader* h = header(c.layer);
   // Scoring reads all keys twice for every batch of query rows; moving was counted where it happened.
   const uint64_t batches = (c.query_rows + kObserveRowsPerWarp * kWarps - 1) / (kObserveRowsPerWarp * kWarps);

@@ -18,7 +18,7 @@ struct Compaction {
   const float* inv_freq;  // [rotary_dim / 2] in device memory, with positions = cache
   long long position;     // the boundary
   long long rank_base;    // rotary position of the next token
-  int capacity;           // body_slots + tail_slots: room per kv head in the arrays below
+  int capacity;           // room per kv head in the arrays of scores: every slot, and the sinks of a compressed state
   int query_rows;         // observe * q_heads / kv_heads
   // Workspace:
   float* score;           // [kv_heads][capacity] of candidates: attention received, or the rank by keys
@@ -26,12 +26,36 @@ struct Compaction {
   float* tiles;           // [kv_heads][tiles][query_rows][2] maximum, sum; by keys: [kv_heads][tiles][key_dim]
   float* rows;            // [kv_heads][query_rows][2] maximum, sum
   int* source;            // [kv_heads][body_slots] candidate that moves to each body slot
+  int ranks_always;       // keys are ranked also where all have room (unpack_candidates.cuh decides)
+  // Of a compressed state, the tokens that leave the tail, [kv_heads][tail_slots]:
+  float* spread;          // [key_dim] keys without their mean, transformed
+  unsigned char* codes;   // [key_dim / 4] sign codes
+  unsigned char* records;
 };
+
+// What leaves the tail. The first tokens of a text that a compressed cache reads go to its sinks; the candidates for the body are the
+// filled body slots, then the rest of the tail.
+struct Moves {
+  int sinks_before, to_sinks;  // sinks that are in place, and those that come now; 0 in a dense state, whose sinks are body slots
+  int added, candidates;
+};
+EDGEKV_DEVICE Moves moves_of(const Compaction& c, const Tail& tail) {
+  const LayerParams& p = c.layer.p;
+  Moves m{0, 0, p.tail_slots, 0};
+  if (p.format == kFormatSelfIndex) {
+    m.sinks_before = p.sinks < tail.base ? p.sinks : tail.base;
+    m.to_sinks = p.sinks - m.sinks_before < p.tail_slots ? p.sinks - m.sinks_before : p.tail_slots;
+    m.added -= m.to_sinks;
+  }
+  m.candidates = tail.body + m.added;
+  return m;
+}
 
 EDGEKV_DEVICE Tail read_boundary(const Compaction& c) {
   Tail t = read_tail(c.layer, c.position, 0);
   const LayerParams& p = c.layer.p;
-  t.ok = t.ok && t.committed == p.tail_slots && (p.keep != kKeepFull || t.body + p.tail_slots <= p.body_slots);
+  t.ok = t.ok && t.committed == p.tail_slots && (p.keep != kKeepFull || moves_of(c, t).candidates <= p.body_slots);
+  if (p.format == kFormatSelfIndex) t.ok = t.ok && t.base / p.tail_slots < p.intervals;
   return t;
 }
 EDGEKV_HOST_DEVICE int tiles_of(const LayerParams& p) { return splits_of(p.body_slots, kTile) + splits_of(p.tail_slots, kTile); }

@@ -12,7 +12,7 @@ namespace cuda {
 EDGEKV_HOST_DEVICE size_t rank_keys_shared_bytes(const LayerParams& p) { return sizeof(float) * (p.key_dim > kTile ? p.key_dim : kTile); }
 
 // Whether a compaction has to choose, so that ranks are asked for.
-EDGEKV_DEVICE bool evicts(const LayerParams& p, const Tail& tail) { return tail.body + p.tail_slots > p.body_slots; }
+EDGEKV_DEVICE bool evicts(const Compaction& c, const Tail& tail) { return c.ranks_always || tail.body + c.layer.p.tail_slots > c.layer.p.body_slots; }
 
 // Number d of the key of slot `slot` of a tile's plane is tile_keys(...)[key_offset(kv_head, slot, d, plane slots, key_dim)].
 template <typename Elem>
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) sum_keys(const Compaction c) {
   float* inverse = reinterpret_cast<float*>(shared);
   const LayerParams& p = c.layer.p;
   const Tail tail = read_boundary(c);
-  if (!tail.ok || !evicts(p, tail)) return;
+  if (!tail.ok || !evicts(c, tail)) return;
   const Slots slots = tile_slots(c, tail, int(blockIdx.x));
   if (slots.begin >= slots.end) return;
   const int kv_head = int(blockIdx.y), plane_slots = slots.tail ? p.tail_slots : p.body_slots, tokens = slots.end - slots.begin;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) rank_keys(const Compaction c) {
   float* all = reinterpret_cast<float*>(shared);
   const LayerParams& p = c.layer.p;
   const Tail tail = read_boundary(c);
-  if (!tail.ok || !evicts(p, tail)) return;
+  if (!tail.ok || !evicts(c, tail)) return;
   const Slots slots = tile_slots(c, tail, int(blockIdx.x));
   if (slots.begin >= slots.end) return;
   const int kv_head = int(blockIdx.y), plane_slots = slots.tail ? p.tail_slots : p.body_slots;

@@ -5,6 +5,7 @@ import pytest
 from cache_cases import Text, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import compaction_params
 
 from edgekv import layout, native
 from edgekv.errors import CacheFullError, NativeError
@@ -12,19 +13,6 @@ from edgekv.memory.traffic import compaction_traffic
 from edgekv.reference.self_index import SelfIndexCache
 
 WRITTEN = ("mean", "codebook", "code_seen", "sink_k", "sink_v", "tail_k", "tail_v")
-
-
-@st.composite
-def packed_params(draw):
-    keep = draw(st.sampled_from(["full", "window", "heavy"]))
-    more = {"format": 1, "intervals": 24, "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.integers(0, 40))}
-    more |= {"key_dim": draw(st.sampled_from([8, 20, 64])), "value_dim": draw(st.sampled_from([6, 33, 64])), "softcap": draw(st.sampled_from([0.0, 2.0]))}
-    body, tail = draw(st.sampled_from([32, 64, 96])) if keep != "full" else 384, draw(st.sampled_from([16, 48]))
-    if keep == "heavy":
-        more |= {"score": draw(st.integers(0, 1)), "window": draw(st.integers(0, body)), "sliding_window": draw(st.sampled_from([0, 50]))}
-        if more["score"] == layout.SCORES["attention"]:
-            more |= {"observe": draw(st.integers(0, tail)), "score_normalise": draw(st.integers(0, 1)), "score_decay": 0.9}
-    return make_params(keep, body, tail, draw(st.sampled_from(["fp16", "fp32"])), **more)
 
 
 def positions(view: layout.StateView) -> list[list[int]]:
@@ -56,7 +44,7 @@ def step_both(cache: SelfIndexCache, block: np.ndarray, text: Text, position: in
     assert moved == compaction_traffic(p, before, positions(want), position + rows)
 
 
-@given(packed_params(), st.integers(1, 7), st.integers(0, 5), st.sampled_from([1.0, 1e-3, 300.0]))
+@given(compaction_params(), st.integers(1, 7), st.integers(0, 5), st.sampled_from([1.0, 1e-3, 300.0]))
 @settings(max_examples=60, deadline=None)
 def test_compaction_equals_the_oracle(params, boundaries, seed, size):
     cache = SelfIndexCache(params)

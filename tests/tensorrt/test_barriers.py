@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cache_cases import INV_FREQ, Runner, Text, make_params
 from emulated import EmulatedCache
-from packed_cases import filled
+from packed_cases import filled, store
 
 ORDERS = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), *[(3, seed) for seed in range(4)]]
 
@@ -77,7 +77,20 @@ def attend_packed_work(library):
     return results
 
 
+def compact_packed_work(library):
+    """A full tail packed into a body of several groups, of which heavy hitters stay."""
+    params = make_params(
+        "heavy", 224, 64, "fp16", format=1, intervals=64, value_bits=2, sinks=4, window=16, observe=20, key_dim=72, value_dim=40, q_heads=2, kv_heads=1
+    )
+    cache, text = filled(params, 256, more=64)
+    store(cache, text, 256, 64)
+    ours = EmulatedCache(library, params, (), cache.block)
+    ours.compact(320)
+    return [ours.block]
+
+
 WORK = {
+    "unpack_candidates.cuh": compact_packed_work, "pack_tokens.cuh": compact_packed_work, "move_packed.cuh": compact_packed_work,
     "attend_packed.cuh": attend_packed_work, "combine_packed.cuh": attend_packed_work,
     "hadamard.cuh": retrieve_work, "turn_queries.cuh": retrieve_work, "retrieve.cuh": retrieve_work,
     "select.cuh": retrieve_work, "attend.cuh": attend_work, "observe.cuh": compact_work, "rank_keys.cuh": compact_by_keys_work, "move.cuh": compact_work,
