@@ -16,7 +16,7 @@ from edgekv.layout import INDEX_TOKENS, LANES
 from edgekv.retrieval import MOST_RERANK, parse_retrieval
 
 DEFAULT_SINKS = 4
-DEFAULT_OBSERVE = 16
+DEFAULT_OBSERVE = 32
 DEFAULT_SCORE = "attention"
 # Share of the body that the newest tokens take (heavy), by what the others are ranked by.
 DEFAULT_WINDOW = {"attention": 1 / 2, "keys": 1 / 4}
@@ -41,7 +41,7 @@ class CachePolicy:
                      the tokens that are stored in full (all keep rules; default 64, fewer when the cache is small)
     window           newest tokens that are never evicted (heavy; default DEFAULT_WINDOW of the body)
     score            what the others are ranked by: the attention they received, or how little their keys are like all (heavy; default attention)
-    observe          queries at the end of each boundary interval that score tokens (attention; default 16, at most boundary)
+    observe          queries at the end of each boundary interval that score tokens (attention; default 32, at most boundary)
     score_normalise  rank by mean attention per observing query instead of the sum (attention; default yes)
     score_decay      factor on all scores at each boundary, 0..1 (attention; default 1)
     element          fp16 or fp32: how keys and values are stored

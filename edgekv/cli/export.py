@@ -26,7 +26,7 @@ from edgekv.errors import UserError
 @click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body, a quarter with --score keys.")
 @click.option("--score", type=click.Choice(["attention", "keys"]), help="Rank the others by the attention they received or by how "
               "little their keys are like all, which takes no bytes (heavy); default attention.")  # fmt: skip
-@click.option("--observe", type=click.IntRange(0), help="Queries per boundary interval that score tokens (attention); default 16.")
+@click.option("--observe", type=click.IntRange(0), help="Queries per boundary interval that score tokens (attention); default 32.")
 @click.option("--score-normalise/--no-score-normalise", default=None,
               help="Rank tokens by mean attention per query instead of the sum (attention); default yes.")  # fmt: skip
 @click.option("--score-decay", type=click.FloatRange(0, 1), help="Factor on scores at every boundary (attention); default 1.")

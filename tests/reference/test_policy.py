@@ -122,7 +122,7 @@ def test_positions_end_where_the_model_or_the_cache_ends():
     assert plan(CachePolicy(), MODEL, tokens, 2048).max_position == 512
 
 
-@pytest.mark.parametrize(("score", "window", "observe"), [("attention", 448, 16), ("keys", 224, 0), (None, 448, 16)])
+@pytest.mark.parametrize(("score", "window", "observe"), [("attention", 448, 32), ("keys", 224, 0), (None, 448, 32)])
 def test_default_heavy_protects_a_share_of_the_body(score, window, observe):
     made = plan(CachePolicy("heavy", score=score), [ROTARY], Budget(tokens=1024), 8192)
     assert (made.policy.window, made.policy.observe, made.policy.sinks) == (window, observe, 4)
