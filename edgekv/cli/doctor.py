@@ -96,6 +96,13 @@ def _onnxruntime() -> Answer:
     return True, f"{ort.__version__} with edgekv's operators; providers {', '.join(ort.get_available_providers())}"
 
 
+def _onnxruntime_cuda() -> Answer:
+    from edgekv.engine import onnxruntime_cuda
+
+    refusal = onnxruntime_cuda.refusal()
+    return refusal is None, refusal or "--engine onnxruntime runs bundles there, but for compressed caches"
+
+
 def _driver() -> Answer:
     version = Path("/proc/driver/nvidia/version")
     release = Path("/etc/nv_tegra_release")
@@ -164,6 +171,7 @@ CHECKS: tuple[tuple[str, Callable[[], Answer]], ...] = (
     ("power", _power),
     ("native library", _native),
     ("ONNX Runtime", _onnxruntime),
+    ("ONNX Runtime on the GPU", _onnxruntime_cuda),
     ("NVIDIA driver", _driver),
     ("CUDA", _gpu),
     ("TensorRT", _tensorrt),

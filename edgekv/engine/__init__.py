@@ -127,7 +127,8 @@ def load(
 ) -> Engine:
     """The engine for this bundle.
 
-    kind         one of KINDS: ONNX Runtime on the CPU, or TensorRT with the plan that `edgekv build` left beside the bundle
+    kind         one of KINDS: ONNX Runtime (on the GPU when `onnxruntime_cuda.refusal` finds nothing against it, else on the CPU), or
+                 TensorRT with the plan that `edgekv build` left beside the bundle
     max_rows     sizes the logits buffer, allocated once
     alternating  for engines that take turns in one process: the threads of one sleep while the other computes
     beside       a bundle that will be loaded too: both must fit the memory
@@ -136,6 +137,9 @@ def load(
         from edgekv.engine.tensorrt import TensorRTEngine
 
         return TensorRTEngine(bundle, max_rows=max_rows)
+    from edgekv.engine import onnxruntime_cuda
     from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 
+    if onnxruntime_cuda.refusal(bundle) is None:
+        return onnxruntime_cuda.OnnxRuntimeCudaEngine(bundle, max_rows=max_rows)
     return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows, alternating=alternating, beside=beside)

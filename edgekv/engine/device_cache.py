@@ -10,7 +10,7 @@ import numpy as np
 from edgekv import layout, native
 from edgekv.bundle import Bundle
 from edgekv.engine import Occupancy
-from edgekv.engine.device import Device
+from edgekv.engine.device import ON_DEVICE, Device
 from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory
 from edgekv.errors import CacheFullError, NativeError, UserError
 
@@ -51,6 +51,9 @@ class DeviceCache:
         self._fresh = [self._beginning(p) for p in self._params]  # what reset copies; zeros follow
         self._header = memory.host((layout.HEADER.itemsize,), np.uint8)
         self._hidden = memory.host((len(self._params), 2), np.int32)  # hidden_from, hidden_to
+        self.observe = max(p.observe if p.score == layout.SCORES["attention"] else 0 for p in self._params)
+        self._held_queries: list[int] = []  # memory for what hold_queries finds, taken when it is first needed
+        self._holds_queries = False
 
     @staticmethod
     def needed_bytes(bundle: Bundle, device: Device) -> int:
@@ -104,12 +107,39 @@ class DeviceCache:
             self.memory.write(state + at, self._hidden[index])
         self.memory.wait()
 
+    def _query_planes(self) -> list[tuple[int, int]]:
+        """Address and bytes of the observed queries of each state."""
+        planes = []
+        for layer, state in zip(self.bundle.layers, self._states, strict=True):
+            at = layout.state_layout(layer["params"])
+            planes.append((state + at.tail_q, layer["bytes"] - at.tail_q if layout.keeps_scores(layer["params"]) else 0))
+        return planes
+
+    def _copy_queries(self, back: bool) -> None:
+        for (plane, size), kept in zip(self._query_planes(), self._held_queries, strict=True):
+            if size:
+                to, source = (plane, kept) if back else (kept, plane)
+                self.memory.device.copy(to, source, size, ON_DEVICE, self.memory.stream)
+
+    def hold_queries(self) -> None:
+        """See `edgekv.engine.Engine`; on the device."""
+        if not self.observe:
+            raise NativeError("this cache chooses by no queries")
+        if not self._held_queries:
+            self._held_queries = [self.memory.alloc(size) for _, size in self._query_planes()]
+        self._copy_queries(back=False)
+        self.memory.wait()
+        self._holds_queries = True
+
     def compact(self, position: int) -> int:
         """Queues the compaction of every layer; returns by how much ranks now differ from places in the text."""
         rank = min(position, self._rank_limit) if self._ranked else position
         for params in self._params:
             if params.keep == layout.KEEPS["full"] and position > params.body_slots:
                 raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+        if self._holds_queries:
+            self._copy_queries(back=True)
+            self._holds_queries = False
         for params, table, state in zip(self._params, self._inv_freq, self._states, strict=True):
             self.memory.device.compact(params, table, state, position, rank, self._workspace, self.memory.stream)
         self._tail_base = position
@@ -121,6 +151,7 @@ class DeviceCache:
             self.memory.clear(state + fresh.nbytes, layer["bytes"] - fresh.nbytes)
         self.memory.wait()
         self._tail_base = 0
+        self._holds_queries = False
 
     def state_hash(self, position: int) -> int:
         digest, arena, start = 0, self.arena, 0

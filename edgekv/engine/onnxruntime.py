@@ -51,8 +51,8 @@ def _query_plane(params: dict[str, Any], state: np.ndarray) -> np.ndarray:
     return state[at.tail_q : at.tail_q + (size if layout.keeps_scores(params) else 0)]
 
 
-def session_options(threads: int, alternating: bool = False) -> ort.SessionOptions:
-    """Options of every session that edgekv makes, with the native operators registered."""
+def session_options(threads: int, alternating: bool = False, library: Path = native.LIBRARY) -> ort.SessionOptions:
+    """Options of every session that edgekv makes, with the operators of one library registered."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     if alternating:
@@ -64,8 +64,38 @@ def session_options(threads: int, alternating: bool = False) -> ort.SessionOptio
     # the int8 path of MatMulNBits: activations are quantised per block of 32, which the exporter's parity gate has judged
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
-    options.register_custom_ops_library(str(native.LIBRARY))
+    options.register_custom_ops_library(str(library))
     return options
+
+
+def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -> tuple[ort.InferenceSession, bool]:
+    """A session of the bundle's graph, and whether the graph takes `shift`. BundleError when graph and manifest disagree."""
+    path = bundle.graph_path
+    try:
+        session = ort.InferenceSession(str(path), options, providers=providers)
+    except _ORT_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}") from None
+    wanted = {f"state.{index}": [layer["bytes"]] for index, layer in enumerate(bundle.layers)}
+    given = {item.name: item.shape for item in session.get_inputs()}
+    states = {name: shape for name, shape in given.items() if name.startswith("state.")}
+    others = given.keys() - states.keys()
+    outputs = {item.name for item in session.get_outputs()}
+    if (
+        states != wanted
+        or not {"input_ids", "position", "rows"} <= others <= {"input_ids", "position", "rows", "shift"}
+        or outputs != {"logits"} | {f"{name}.out" for name in wanted}
+    ):
+        raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
+    return session, "shift" in others
+
+
+def run_bound(session: ort.InferenceSession, binding: Any, bundle: Bundle) -> None:
+    """Runs a step; NativeError with the operator's own sentence when it refuses."""
+    try:
+        session.run_with_iobinding(binding)
+    except _ORT_ERRORS as error:
+        raise NativeError(f"ONNX Runtime could not run {bundle.graph_path}: {error}") from None
 
 
 class OnnxRuntimeEngine:
@@ -124,32 +154,14 @@ class OnnxRuntimeEngine:
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
-        self._session: ort.InferenceSession | None = self._load(bundle.graph_path, alternating)
+        options = session_options(self.threads, alternating)
+        session, self._has_shift = open_session(bundle, options, ["CPUExecutionProvider"])
+        self._session: ort.InferenceSession | None = session
         machine.populate(bundle.folder)
         machine.huge_pages()
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
-
-    def _load(self, path: Path, alternating: bool) -> ort.InferenceSession:
-        try:
-            session = ort.InferenceSession(str(path), session_options(self.threads, alternating), providers=["CPUExecutionProvider"])
-        except _ORT_ERRORS as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}") from None
-        wanted = {f"state.{index}": [layer["bytes"]] for index, layer in enumerate(self.bundle.layers)}
-        given = {item.name: item.shape for item in session.get_inputs()}
-        states = {name: shape for name, shape in given.items() if name.startswith("state.")}
-        others = given.keys() - states.keys()
-        outputs = {item.name for item in session.get_outputs()}
-        if (
-            states != wanted
-            or not {"input_ids", "position", "rows"} <= others <= {"input_ids", "position", "rows", "shift"}
-            or outputs != {"logits"} | {f"{name}.out" for name in wanted}
-        ):
-            raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
-        self._has_shift = "shift" in others
-        return session
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""
@@ -201,10 +213,7 @@ class OnnxRuntimeEngine:
         self._ids[0, :count] = tokens
         self._position[0] = position
         self._rows[:wanted] = rows
-        try:
-            self._session.run_with_iobinding(self._binding(count, wanted))
-        except _ORT_ERRORS as error:
-            raise NativeError(f"ONNX Runtime could not run {self.bundle.graph_path}: {error}") from None
+        run_bound(self._session, self._binding(count, wanted), self.bundle)
         return self._logits[0, :wanted]
 
     def look(self, window: int | None) -> None:

@@ -57,6 +57,7 @@ class RingCache:
             self.tensors[f"slot.{index}"], self.tensors[f"mask.{index}"] = memory.alloc(slot.nbytes), memory.alloc(mask.nbytes)
         self._window: int | None = None
         self._tail_base = 0
+        self.observe = 0  # these policies choose by no queries
 
     @staticmethod
     def needed_bytes(bundle: Bundle, number: np.dtype) -> int:
@@ -107,6 +108,9 @@ class RingCache:
 
     def look(self, window: int | None) -> None:
         self._window = window
+
+    def hold_queries(self) -> None:
+        raise NativeError("this cache chooses by no queries")
 
     def compact(self, position: int) -> int:
         for layer, (ring, p) in enumerate(zip(self._rings, self._params, strict=True)):

@@ -88,7 +88,6 @@ class TensorRTEngine:
         self.vocab = bundle.model["vocab"]
         self.capacity = bundle.capacity
         self.retrieval = None
-        self.observe = 0  # the end of a prompt is not looked at ahead of its turn here
         self._tail_base = 0
         self._graphs: dict[tuple[int, int], int] = {}
         self._runs: dict[tuple[int, int], int] = {}
@@ -116,7 +115,7 @@ class TensorRTEngine:
                 "close other programs or export with a smaller --kv-budget."
             )
         self._cache = DeviceCache(bundle, memory) if self._plugin else RingCache(bundle, memory, self._number, self.chunk)
-        self.contiguous = self._cache.contiguous
+        self.contiguous, self.observe = self._cache.contiguous, self._cache.observe
         self.persisting_bytes = self._device.persist(memory.stream, self._cache.address, self._cache.nbytes) if self.contiguous else 0
 
         # One block of inputs, each on its own 256 bytes: position, shift, rows, token ids.
@@ -214,6 +213,9 @@ class TensorRTEngine:
 
     def look(self, window: int | None) -> None:
         self._cache.look(window)
+
+    def hold_queries(self) -> None:
+        self._cache.hold_queries()
 
     def compact(self, position: int) -> None:
         self._fields["shift"][0] = self._cache.compact(position)
