@@ -18,6 +18,9 @@ TEXT := head -c 8000 edgekv/quality/persuasion.txt
 QUESTION := "Thank you for this long text. Now please write a short story about a lighthouse keeper."
 SOURCES := $(shell find plugins setup.py -name '*.cpp' -o -name '*.h' -o -name '*.def' -o -name '*.cuh' -o -name setup.py 2>/dev/null)
 
+# one process per processor, each kept on its own (tests/conftest.py); four at most, because those of the exporter take a gigabyte
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+
 .PHONY: demo test test-slow test-tensorrt plugin soak setup clean
 .DELETE_ON_ERROR:
 
@@ -28,10 +31,10 @@ demo: $(DEMO)/manifest.json
 	  --repetition-penalty 1.1
 
 test: setup $(GGUF)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: setup $(GGUF)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-tensorrt: setup $(GGUF)
 	$(BIN)/python tools/tensorrt_wheels.py
