@@ -17,7 +17,7 @@ import numpy as np
 
 from edgekv.errors import UserError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 STATE_MAGIC = 0x31564B45  # "EKV1", little endian
 LANES = 16  # tokens interleaved in a key block
 INDEX_TOKENS = 32  # tokens side by side in the index plane
@@ -56,6 +56,7 @@ FIELDS: tuple[tuple[str, str, float], ...] = (
     ("format", "i", 0),
     ("value_bits", "i", 4),
     ("intervals", "i", 0),
+    ("head_dim", "i", 0),
 )
 
 # Entries of the header's traffic counters, in bytes (the last named one counts steps).
@@ -124,6 +125,11 @@ def _align(count: int, to: int) -> int:
 
 def element_bytes(params: Mapping) -> int:
     return 2 if params.get("element", 1) == ELEMENTS["fp16"] else 4
+
+
+def given_dim(params: Mapping) -> int:
+    """Numbers per key and query head as a step receives them; key_dim of them are stored, projected or as they come."""
+    return params.get("head_dim", 0) or params["key_dim"]
 
 
 def keeps_scores(params: Mapping) -> bool:
@@ -296,9 +302,11 @@ def check_params(params: Mapping) -> str | None:
         ),
         (p["sliding_window"] >= 0, "sliding_window must not be negative"),
         (p["positions"] in POSITIONS.values(), "positions must be 0 (original) or 1 (cache)"),
+        (p["head_dim"] == 0 or p["key_dim"] <= p["head_dim"] <= 1024, "head_dim must be 0 or between key_dim and 1024"),
+        (p["head_dim"] == 0 or p["positions"] == POSITIONS["original"], "positions must be 0 (original): projected keys cannot be turned"),
         (
-            0 <= p["rotary_dim"] <= p["key_dim"] and p["rotary_dim"] % 2 == 0,
-            "rotary_dim must be even and at most key_dim",
+            0 <= p["rotary_dim"] <= given_dim(p) and p["rotary_dim"] % 2 == 0,
+            "rotary_dim must be even and at most the size of a head",
         ),
         (0.0 <= p["score_decay"] <= 1.0, "score_decay must be between 0 and 1"),
         (p["softcap"] >= 0.0, "softcap must not be negative"),

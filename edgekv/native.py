@@ -56,13 +56,13 @@ for _name, _result, _arguments in (
     (
         "edgekv_attend",
         c_int,
-        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 2, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
     ),
     ("edgekv_retrieved_slots", c_int64, [_PARAMS, c_void_p, c_int64, c_int64]),
     (
         "edgekv_retrieve",
         c_int,
-        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_int64, _INTS, c_int],
+        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, _FLOATS, c_void_p, c_int64, _INTS, c_int],
     ),
     ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
     (
@@ -174,17 +174,20 @@ def attend(
     *,
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
+    query_map: np.ndarray | None = None,
+    key_map: np.ndarray | None = None,
     slots: np.ndarray | None = None,
     threads: int = 1,
 ) -> np.ndarray:
     """Append T rows after `position` committed tokens and attend: y float32 [T, q_heads, value_dim].
 
     q float32 [T, q_heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; with params.fused_rotary also cos and
-    sin float32 [T, rotary_dim/2 or rotary_dim]. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
+    sin float32 [T, rotary_dim/2 or rotary_dim]. With params.head_dim, q and k have that many numbers per head, of which query_map and
+    key_map float32 [q_heads or kv_heads, head_dim, key_dim] make key_dim after the rotation. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
     of a compressed body, beside sinks and tail; None or k = 0: all of it. Only tail slots from the committed length on change,
     and the traffic counters.
     """
-    rows = len(q)
+    rows, given = len(q), params.head_dim or params.key_dim
     if slots is not None:
         slots = np.ascontiguousarray(slots, np.int32)
         if slots.ndim != 3 or slots.shape[:2] != (params.kv_heads, rows):
@@ -194,12 +197,14 @@ def attend(
     _refuse_if(
         _lib.edgekv_attend(
             params,
-            _floats("q", q, (rows, params.q_heads, params.key_dim)),
-            _floats("k", k, (rows, params.kv_heads, params.key_dim)),
+            _floats("q", q, (rows, params.q_heads, given)),
+            _floats("k", k, (rows, params.kv_heads, given)),
             _floats("v", v, (rows, params.kv_heads, params.value_dim)),
             rows,
             position,
             *_rotations(cos, sin, rows),
+            _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
+            _floats("key_map", key_map, (params.kv_heads, given, params.key_dim)),
             *_state(state),
             None if slots is None else slots.ctypes.data_as(_INTS),
             0 if slots is None else slots.shape[-1],
@@ -218,26 +223,28 @@ def retrieve(
     *,
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
+    query_map: np.ndarray | None = None,
     threads: int = 1,
 ) -> np.ndarray:
     """Body slots that each of T rows should attend to, found by their sign codes: int32 [kv_heads, T, k], ascending, -1 behind the
     last where a row sees fewer than k.
 
     The header's `retrieve` and `rerank` say how: k = min(retrieve, body_count), and rerank * k candidates are ranked again by
-    their stored keys. retrieve = 0 gives k = 0: attend to all. q, position, cos and sin as in attend(); of the state only the
+    their stored keys. retrieve = 0 gives k = 0: attend to all. q, position, cos, sin and query_map as in attend(); of the state only the
     traffic counters change.
     """
-    rows = len(q)
+    rows, given = len(q), params.head_dim or params.key_dim
     count = _lib.edgekv_retrieved_slots(params, *_state(state), position)
     _refuse_if(count < 0)
     slots = np.empty((params.kv_heads, rows, count), np.int32)
     _refuse_if(
         _lib.edgekv_retrieve(
             params,
-            _floats("q", q, (rows, params.q_heads, params.key_dim)),
+            _floats("q", q, (rows, params.q_heads, given)),
             rows,
             position,
             *_rotations(cos, sin, rows),
+            _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
             *_state(state),
             slots.ctypes.data_as(_INTS),
             threads,

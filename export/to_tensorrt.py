@@ -261,7 +261,9 @@ class Lowering:
         self.kinds.update({node.output[0]: self.real, node.output[1]: TensorProto.INT8})
 
     def rows(self, node: NodeProto, params: dict) -> list[str]:
-        """Queries, keys and values of an attention node, unpacked."""
+        """Queries, keys and values of an attention node, unpacked. UserError when the node projects keys, which our plugin cannot."""
+        if params["head_dim"]:
+            raise UserError("This bundle projects its keys to fewer numbers, for which there are no GPU kernels yet; run it with --engine onnxruntime.")
         q, k, v = node.input[:3]
         if not k:
             widths = [params["q_heads"] * params["key_dim"], params["kv_heads"] * params["key_dim"], params["kv_heads"] * params["value_dim"]]

@@ -40,6 +40,36 @@ inline void rotate(const float* in, float* out, int dim, int rotary_dim, bool in
   std::memcpy(out + rotary_dim, in + rotary_dim, size_t(dim - rotary_dim) * sizeof(float));
 }
 
+// out[j] = sum over d of in[d] * map[d][j], map [from][to]: products and sums apart and in order of d, so that every instruction set
+// and the oracle round alike.
+inline void project(const float* in, const float* map, int from, int to, float* out) {
+  int j = 0;
+  for (; j + kLanes <= to; j += kLanes) {
+    Vec sum = zero();
+    for (int d = 0; d < from; ++d) sum = add(sum, mul(load(map + int64_t(d) * to + j), splat(in[d])));
+    store(out + j, sum);
+  }
+  for (; j < to; ++j) {
+    float sum = 0;
+    for (int d = 0; d < from; ++d) sum += map[int64_t(d) * to + j] * in[d];
+    out[j] = sum;
+  }
+}
+
+// A query or key as it meets the others: rotated when there are tables, projected when there is a map [given_dim][key_dim] of its head.
+// Points to `in` or to one of the two pieces of working memory of 1024 floats.
+inline const float* rotate_and_project(const edgekv::LayerParams& p, const float* in, const float* cos, const float* sin, const float* map,
+                                       float* rotated, float* projected) {
+  const int dim = edgekv::given_dim(p);
+  if (cos != nullptr) {
+    rotate(in, rotated, dim, p.rotary_dim, p.rotary_interleaved, cos, sin);
+    in = rotated;
+  }
+  if (map == nullptr) return in;
+  project(in, map, dim, p.key_dim, projected);
+  return projected;
+}
+
 template <class E>
 inline void store_row(E* to, const float* from, int dim) {
   int d = 0;
@@ -51,13 +81,12 @@ template <class E>
 void prepare_head(const Step& s, int head) {
   const auto& p = s.params;
   const int dim = p.key_dim;
-  float rotated[1024];
-  auto row = [&](const edgekv::Rows& x, int h, int t) -> const float* {
-    const float* in = x.data + h * x.head_stride + t * x.row_stride;
-    if (s.cos == nullptr) return in;
+  const int64_t map_size = int64_t(edgekv::given_dim(p)) * dim;
+  float rotated[1024], projected[1024];
+  auto row = [&](const edgekv::Rows& x, const float* maps, int h, int t) {
     const int64_t at = int64_t(t) * s.table_stride;
-    rotate(in, rotated, dim, p.rotary_dim, p.rotary_interleaved, s.cos + at, s.sin + at);
-    return rotated;
+    return rotate_and_project(p, x.data + h * x.head_stride + t * x.row_stride, s.cos ? s.cos + at : nullptr, s.cos ? s.sin + at : nullptr,
+                              maps ? maps + h * map_size : nullptr, rotated, projected);
   };
 
   E element[1024];
@@ -65,7 +94,7 @@ void prepare_head(const Step& s, int head) {
   E* tail_v = reinterpret_cast<E*>(s.state.tail_v) + int64_t(head) * p.tail_slots * p.value_dim;
   for (int t = 0; t < s.rows; ++t) {
     const int slot = s.first_tail + t;
-    store_row(element, row(s.k, head, t), dim);
+    store_row(element, row(s.k, s.key_map, head, t), dim);
     E* column = tail_k + int64_t(slot / kLanes) * dim * kLanes + slot % kLanes;
     for (int d = 0; d < dim; ++d) column[d * kLanes] = element[d];
     store_row(tail_v + int64_t(slot) * p.value_dim, s.v.data + head * s.v.head_stride + t * s.v.row_stride, p.value_dim);
@@ -76,7 +105,7 @@ void prepare_head(const Step& s, int head) {
   float* packed = s.queries + int64_t(head) * all * dim;
   for (int t = 0; t < s.rows; ++t) {
     for (int g = 0; g < s.group; ++g) {
-      const float* q = row(s.q, head * s.group + g, t);
+      const float* q = row(s.q, s.query_map, head * s.group + g, t);
       const int observed = s.first_tail + t - observed_from;
       if (edgekv::keeps_scores(p) && observed >= 0)
         store_row(reinterpret_cast<E*>(s.state.tail_q) + (int64_t(head * s.group + g) * p.observe + observed) * dim, q, dim);

@@ -19,6 +19,7 @@ int check_rows(const LayerParams& p, const StepInputs& in, const StateHeader& he
                 "; end the block at the boundary and compact",
                 in.rows, in.position, p.tail_slots, header.tail_base);
   if (in.position + in.rows > INT32_MAX) return fail("position %" PRId64 " is beyond the largest one a state can store", in.position);
+  if (p.head_dim > 0 && in.query_map == nullptr) return fail("head_dim needs the inputs query_map and key_map");
   if (!p.fused_rotary) return 0;
   if (in.cos == nullptr || in.sin == nullptr) return fail("fused_rotary needs the inputs cos and sin");
   if (p.rotary_dim == 0) return fail("fused_rotary needs a rotary_dim");
@@ -96,6 +97,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   if (check_state(params, state, bytes, in.position)) return 1;
   const StateView view = view_state(params, state);
   if (check_rows(params, in, *view.header)) return 1;
+  if (params.head_dim > 0 && in.key_map == nullptr) return fail("head_dim needs the inputs query_map and key_map");
 
   if (in.slots != nullptr && check_slots(params, in, *view.header)) return 1;
   const Kernels& kernel = kernels();
@@ -115,6 +117,8 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.cos = params.fused_rotary ? in.cos : nullptr;
   s.sin = in.sin;
   s.table_stride = int(in.table_columns);
+  s.query_map = params.head_dim > 0 ? in.query_map : nullptr;
+  s.key_map = params.head_dim > 0 ? in.key_map : nullptr;
   s.y = y;
   s.loaded = &loaded;
 

@@ -14,6 +14,9 @@ struct StepInputs {
   // Body slots that each row attends to, [kv_heads][rows][chosen] as retrieve_step gives them; null: all. For a compressed body.
   const int32_t* slots;
   int64_t chosen;
+  // What params.head_dim numbers of a rotated query or key become key_dim numbers with, [q_heads] and [kv_heads][head_dim][key_dim];
+  // null without head_dim. retrieve_step needs the first only.
+  const float *query_map, *key_map;
 };
 
 // Refuses (1 and a sentence) rows that do not fit the tail of a state that has passed check_state, and tables that do not fit the rows.

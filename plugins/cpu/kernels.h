@@ -40,6 +40,7 @@ struct Step {
   Rows q, k, v;
   const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated
   int table_stride;
+  const float *query_map, *key_map;  // [q_heads] and [kv_heads][head_dim][key_dim], applied after the rotation; null: none
   float* y;             // [rows][q_heads][value_dim]
   float* queries;       // scratch [kv_heads][group * rows * key_dim], packed by prepare()
   // Of a compressed body only. slots [kv_heads][rows][chosen] names the body slots each row attends to, ascending and -1 behind
@@ -71,6 +72,7 @@ struct Retrieval {
   Rows q;
   const float *cos, *sin;  // as in a step
   int table_stride;
+  const float* query_map;  // as in a step
   int retrieve, rerank;  // slots per row; candidates per slot that are ranked again by their stored keys
   int rows;
   int32_t* slots;        // [kv_heads][rows][retrieve]

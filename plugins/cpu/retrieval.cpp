@@ -35,6 +35,7 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   r.cos = params.fused_rotary ? in.cos : nullptr;
   r.sin = in.sin;
   r.table_stride = int(in.table_columns);
+  r.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   r.retrieve = int(retrieved_slots(params, state));
   r.rerank = h.rerank;
   r.rows = int(in.rows);

@@ -118,14 +118,12 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   int32_t* out = r.slots + (int64_t(head) * r.rows + row) * r.retrieve;
 
   // The query heads together, and each for the second ranking.
-  float rotated[1024], sum[1024] = {};
+  float rotated[1024], projected[1024], sum[1024] = {};
   for (int g = 0; g < r.group; ++g) {
     const float* q = r.q.data + (head * r.group + g) * r.q.head_stride + row * r.q.row_stride;
-    if (r.cos != nullptr) {
-      const int64_t at = int64_t(row) * r.table_stride;
-      rotate(q, rotated, dim, p.rotary_dim, p.rotary_interleaved, r.cos + at, r.sin + at);
-      q = rotated;
-    }
+    const int64_t at = int64_t(row) * r.table_stride, map_size = int64_t(edgekv::given_dim(p)) * dim;
+    q = rotate_and_project(p, q, r.cos ? r.cos + at : nullptr, r.cos ? r.sin + at : nullptr,
+                           r.query_map ? r.query_map + (head * r.group + g) * map_size : nullptr, rotated, projected);
     for (int d = 0; d < dim; ++d) sum[d] = g == 0 ? q[d] : sum[d] + q[d];
     std::memcpy(turned + g * stride, q, size_t(dim) * sizeof(float));
   }

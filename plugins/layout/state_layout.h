@@ -34,7 +34,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define EDGEKV_LAYOUT_VERSION 2
+#define EDGEKV_LAYOUT_VERSION 3
 #define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
 #define EDGEKV_LANES 16                 // tokens interleaved in a key block
 #define EDGEKV_INDEX_TOKENS 32          // tokens side by side in the index plane
@@ -93,6 +93,9 @@ struct StateLayout {
   size_t body_pos, body_score, body_seen, body_k, body_v, index, payload, mean, codebook, code_seen, sink_k, sink_v, tail_k, tail_v,
       tail_q, bytes;
 };
+
+// Numbers per key and query head as a step receives them: key_dim of them are stored, projected or as they come.
+inline int32_t given_dim(const LayerParams& p) { return p.head_dim > 0 ? p.head_dim : p.key_dim; }
 
 inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16 ? 2 : 4; }
 
@@ -173,7 +176,10 @@ inline const char* check_params(const LayerParams& p) {
     return "observe and score_normalise must be 0 when score is 1 (keys): no query is observed";
   if (p.sliding_window < 0) return "sliding_window must not be negative";
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
-  if (p.rotary_dim < 0 || p.rotary_dim > p.key_dim || p.rotary_dim % 2) return "rotary_dim must be even and at most key_dim";
+  if (p.head_dim != 0 && (p.head_dim < p.key_dim || p.head_dim > 1024)) return "head_dim must be 0 or between key_dim and 1024";
+  if (p.head_dim != 0 && p.positions != kPositionsOriginal) return "positions must be 0 (original): projected keys cannot be turned";
+  if (p.rotary_dim < 0 || p.rotary_dim > given_dim(p) || p.rotary_dim % 2)
+    return "rotary_dim must be even and at most the size of a head";
   if (!(p.score_decay >= 0.0f && p.score_decay <= 1.0f)) return "score_decay must be between 0 and 1";
   if (!(p.softcap >= 0.0f)) return "softcap must not be negative";
   return nullptr;

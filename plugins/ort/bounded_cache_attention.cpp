@@ -1,9 +1,11 @@
 // edgekv::BoundedCacheAttention for ONNX Runtime.
 //
 // inputs   0 q float32 [1, q_heads, T, key_dim] or [1, T, q_heads * key_dim]; 1 k and 2 v likewise with kv_heads, each in its own
-//          order. Without k and v, q holds all three: [1, T, q_heads * key_dim + kv_heads * (key_dim + value_dim)].
+//          order. Without k and v, q holds all three: [1, T, q_heads * key_dim + kv_heads * (key_dim + value_dim)]. With attribute
+//          head_dim read head_dim for key_dim.
 //          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim]
 //          7 slots int32 [kv_heads, T, k], what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or empty: all
+//          8 query_map and 9 key_map float32 [q_heads or kv_heads, head_dim, key_dim] with attribute head_dim, else absent
 // outputs  0 y float32 [1, T, q_heads * value_dim]; 1 state, which must be the same memory as input 4
 // attributes: the fields of layout/attributes.def, inv_freq (floats), plugin_namespace and plugin_version (for TensorRT, unused here)
 #include "ort/bounded_cache_attention.h"
@@ -36,6 +38,8 @@ int Kernel::compute(KernelContext* context) const {
   StepInputs in = {};
   if (view_step(p, input, &in)) return 1;
   in.position = position_of(input);
+  if (view_map(p, "query_map", input[kQueryMap], p.q_heads, &in.query_map) || view_map(p, "key_map", input[kKeyMap], p.kv_heads, &in.key_map))
+    return 1;
   if (const Tensor& slots = input[kSlots]; slots.data != nullptr) {
     if (slots.rank != 3 || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
       return fail("slots must have the shape [%d, %" PRId64 ", k]", p.kv_heads, in.rows);

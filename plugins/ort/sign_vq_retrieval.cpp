@@ -1,6 +1,6 @@
 // edgekv::SignVQRetrieval for ONNX Runtime: which slots of a compressed body the rows of a step should attend to.
 //
-// inputs   as BoundedCacheAttention's first seven; 1 k and 2 v may be absent and are ignored
+// inputs   as BoundedCacheAttention's first seven; 1 k and 2 v may be absent and are ignored; 7 query_map as its input 8
 // output   slots int32 [kv_heads, T, k], ascending, -1 behind the last where a row sees fewer; k = min(retrieve, filled body slots) with
 //          `retrieve` from the state's header, so that it may change from step to step; 0 (attend to everything) gives k = 0
 // attributes: as BoundedCacheAttention
@@ -17,6 +17,8 @@
 
 namespace edgekv::ort {
 namespace {
+
+constexpr size_t kMap = kStepInputs, kInputs = kStepInputs + 1;
 
 struct Kernel {
   static constexpr const char* kName = "SignVQRetrieval";
@@ -35,11 +37,11 @@ int Kernel::create(const KernelInfo* info) {
 }
 
 int Kernel::compute(KernelContext* context) const {
-  Tensor input[kStepInputs];
-  for (size_t i = 0; i < kStepInputs; ++i)
+  Tensor input[kInputs];
+  for (size_t i = 0; i < kInputs; ++i)
     if (read_input(api, context, i, &input[i])) return 1;
   StepInputs in = {};
-  if (view_queries(p, input, &in)) return 1;
+  if (view_queries(p, input, &in) || view_map(p, "query_map", input[kMap], p.q_heads, &in.query_map)) return 1;
   in.position = position_of(input);
   const Tensor& state = input[kState];
   if (check_state(p, state.data, state.size(), in.position)) return 1;
@@ -53,7 +55,7 @@ int Kernel::compute(KernelContext* context) const {
 
 const CustomOp* make_op() {
   static CustomOp op = custom_op<Kernel>();
-  op.get_input_count = [](const CustomOp*) -> size_t { return kStepInputs; };
+  op.get_input_count = [](const CustomOp*) -> size_t { return kInputs; };
   op.get_input_type = [](const CustomOp*, size_t i) { return step_input_type(i); };
   op.get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
   op.get_output_count = [](const CustomOp*) -> size_t { return 1; };

@@ -25,17 +25,17 @@ int view_rows(const char* name, const Tensor& x, int64_t heads, int64_t dim, Row
 }
 
 int64_t packed_width(const LayerParams& p) {
-  return int64_t(p.q_heads) * p.key_dim + int64_t(p.kv_heads) * (p.key_dim + p.value_dim);
+  return int64_t(p.q_heads) * given_dim(p) + int64_t(p.kv_heads) * (given_dim(p) + p.value_dim);
 }
 
 int view_packed(const LayerParams& p, const Tensor& x, StepInputs* in) {
-  const int64_t keys_at = int64_t(p.q_heads) * p.key_dim, values_at = keys_at + int64_t(p.kv_heads) * p.key_dim, width = packed_width(p);
+  const int64_t dim = given_dim(p), keys_at = p.q_heads * dim, values_at = keys_at + p.kv_heads * dim, width = packed_width(p);
   if (x.rank != 3 || x.dims[0] != 1 || x.dims[2] != width)
     return fail("without k and v, q must hold queries, keys and values: [1, T, %" PRId64 "]", width);
   const float* data = static_cast<const float*>(x.data);
   in->rows = x.dims[1];
-  in->q = {data, p.key_dim, width};
-  in->k = {data + keys_at, p.key_dim, width};
+  in->q = {data, dim, width};
+  in->k = {data + keys_at, dim, width};
   in->v = {data + values_at, p.value_dim, width};
   return 0;
 }
@@ -58,13 +58,21 @@ int view_rest(const LayerParams& p, const Tensor* input, StepInputs* in) {
 
 }  // namespace
 
+int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const float** map) {
+  *map = static_cast<const float*>(x.data);
+  if (p.head_dim == 0) return x.data == nullptr ? 0 : fail("%s is for thin keys: attribute head_dim must say how many numbers a head has", name);
+  if (x.data == nullptr || x.rank != 3 || x.dims[0] != heads || x.dims[1] != p.head_dim || x.dims[2] != p.key_dim)
+    return fail("%s must have the shape [%" PRId64 ", %d, %d]", name, heads, p.head_dim, p.key_dim);
+  return 0;
+}
+
 int view_step(const LayerParams& p, const Tensor* input, StepInputs* in) {
   in->rows = -1;
   if (input[kQ].data == nullptr) return fail("q has no rows");
   if (input[kK].data == nullptr && input[kV].data == nullptr) {
     if (view_packed(p, input[kQ], in)) return 1;
-  } else if (view_rows("q", input[kQ], p.q_heads, p.key_dim, &in->q, &in->rows) ||
-             view_rows("k", input[kK], p.kv_heads, p.key_dim, &in->k, &in->rows) ||
+  } else if (view_rows("q", input[kQ], p.q_heads, given_dim(p), &in->q, &in->rows) ||
+             view_rows("k", input[kK], p.kv_heads, given_dim(p), &in->k, &in->rows) ||
              view_rows("v", input[kV], p.kv_heads, p.value_dim, &in->v, &in->rows)) {
     return 1;
   }
@@ -75,7 +83,7 @@ int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in) {
   const Tensor& q = input[kQ];
   in->rows = -1;
   if (q.data == nullptr) return fail("q has no rows");
-  if (q.rank == 3 && q.dims[2] == packed_width(p) ? view_packed(p, q, in) : view_rows("q", q, p.q_heads, p.key_dim, &in->q, &in->rows))
+  if (q.rank == 3 && q.dims[2] == packed_width(p) ? view_packed(p, q, in) : view_rows("q", q, p.q_heads, given_dim(p), &in->q, &in->rows))
     return 1;
   return view_rest(p, input, in);
 }

@@ -1,4 +1,4 @@
-// The inputs that the ops of a step share: queries, keys, values, position, state and rotary tables.
+// The inputs that the ops of a step share: queries, keys, values, position, state, rotary tables and maps to thin keys.
 #pragma once
 #include "cpu/attention.h"
 #include "ort/kernel_io.h"
@@ -10,6 +10,9 @@ enum StepInput : size_t { kQ, kK, kV, kPosition, kState, kCos, kSin, kStepInputs
 inline ElementType step_input_type(size_t i) { return i == kPosition ? kInt64 : i == kState ? kInt8 : kFloat; }
 inline Presence step_input_presence(size_t i) { return i == kQ || i == kPosition || i == kState ? kRequired : kOptional; }
 
+// Checks the map of `heads` heads to thin keys, [heads, head_dim, key_dim], and sets *map; without head_dim there must be none.
+int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const float** map);
+
 // Both fill `in` from tensors [kStepInputs] and return 0, or 1 with a sentence (cpu/error.h). The second one ignores keys and values.
 // They look at shapes and addresses only, so tensors may lie in device memory; in.position is left alone.
 int view_step(const LayerParams& p, const Tensor* input, StepInputs* in);
@@ -17,8 +20,8 @@ int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in);
 // The position that a viewed step has, read from host memory.
 inline int64_t position_of(const Tensor* input) { return *static_cast<const int64_t*>(input[kPosition].data); }
 
-// The attention op, whatever provider runs it: one more input, and the state's output is the memory of its input.
-constexpr size_t kSlots = kStepInputs, kAttentionInputs = kStepInputs + 1;
+// The attention op, whatever provider runs it: three more inputs, and the state's output is the memory of its input.
+constexpr size_t kSlots = kStepInputs, kQueryMap = kStepInputs + 1, kKeyMap = kStepInputs + 2, kAttentionInputs = kStepInputs + 3;
 void declare_attention(CustomOp* op);
 // Makes both outputs, y [1, rows, q_heads * value_dim] and the state; 1 with a sentence when the state is not updated in place.
 int make_step_outputs(const Api* api, KernelContext* context, const LayerParams& p, const Tensor& state, int64_t rows, void** y);

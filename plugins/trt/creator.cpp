@@ -93,7 +93,8 @@ nvinfer1::IPluginV3* CacheAttentionCreator::createPlugin(const char* name, const
     log_error(sentence);
     return nullptr;
   }
-  if (const char* refused = check_params(p)) {
+  const char* refused = p.head_dim ? "this plugin stores keys as they come and cannot project them (attribute head_dim)" : check_params(p);
+  if (refused) {
     std::snprintf(sentence, sizeof(sentence), "BoundedCacheAttention %s: %s", name ? name : "", refused);
     log_error(sentence);
     return nullptr;

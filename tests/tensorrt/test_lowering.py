@@ -10,7 +10,7 @@ from lowering_models import tiny
 from edgekv import layout, native
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
 from edgekv.errors import UserError
-from edgekv.export.to_tensorrt import OPSET, lower
+from edgekv.export.to_tensorrt import OPSET, Lowering, attention_params, lower
 from edgekv.export.to_tensorrt_data import Blocks, Sink, Source
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 75)
@@ -20,6 +20,13 @@ BLOCKS = [(0, 1), (1, 20), (21, 11), (32, 32), (64, 5)]  # token ranges, none ac
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
+
+
+def test_thin_keys_are_refused():
+    node = helper.make_node("BoundedCacheAttention", ["q", "", "", "position", "state"], ["y", "state.out"], domain="edgekv", head_dim=64, key_dim=32)
+    work = Lowering(helper.make_model(helper.make_graph([node], "one", [], [])), None, None, False, False)
+    with pytest.raises(UserError, match="no GPU kernels"):
+        work.rows(node, attention_params(node))
 
 
 def bundle_logits(bundle) -> np.ndarray:

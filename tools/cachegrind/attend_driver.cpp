@@ -16,7 +16,7 @@
 using edgekv::LayerParams;
 
 using Attend = int (*)(const LayerParams*, const float*, const float*, const float*, int64_t, int64_t, const float*, const float*, int64_t,
-                       void*, int64_t, const int32_t*, int64_t, float*, int);
+                       const float*, const float*, void*, int64_t, const int32_t*, int64_t, float*, int);
 using Init = int (*)(const LayerParams*, void*, int64_t);
 using LastError = const char* (*)();
 
@@ -73,8 +73,8 @@ int main(int argc, char** argv) {
       uint64_t sum = 0;
       for (size_t i = 0; i < weights; i += 64) sum += w[i];
       sink = sum;
-      if (attend(&p, q.data(), kv.data(), kv.data(), 1, p.body_slots + committed, nullptr, nullptr, 0, arena + bytes * l, int64_t(bytes),
-                 nullptr, 0, y.data(), 1))
+      if (attend(&p, q.data(), kv.data(), kv.data(), 1, p.body_slots + committed, nullptr, nullptr, 0, nullptr, nullptr, arena + bytes * l,
+                 int64_t(bytes), nullptr, 0, y.data(), 1))
         return fprintf(stderr, "%s\n", last_error()), 1;
     }
   }

@@ -1,5 +1,5 @@
 // edgekv::BoundedCacheAttention for ONNX Runtime's CUDA provider: inputs, outputs and attributes as plugins/ort/bounded_cache_attention.cpp has
-// them, everything in device memory. Without compressed bodies, so without input 7.
+// them, everything in device memory. Without compressed bodies and thin keys, so without inputs 7 to 9.
 //
 // What only the device can see (a damaged state, rows beyond the boundary) leaves the state alone and makes y NaN, see cuda/api.h.
 #include <vector>
@@ -23,6 +23,7 @@ int Kernel::create(const KernelInfo* info) {
   std::vector<float> unused;
   if (read_params(api, info, &p, &unused)) return 1;
   if (p.format != kFormatDense) return fail("a compressed cache runs on the CPU provider");
+  if (p.head_dim != 0) return fail("keys that are projected to fewer numbers run on the CPU provider");
   return 0;
 }
 

@@ -1,0 +1,16 @@
+"""Thin keys: what a step makes of the numbers that a layer gives when the cache stores fewer of them (docs/thin_keys.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def project(x: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """Rotated queries or keys float32 [T, heads, head_dim] times a map of each head, [heads, head_dim, key_dim]: [T, heads, key_dim].
+
+    Products are added in order of head_dim, each rounded to float32, as the kernels do it.
+    """
+    out = np.zeros((*x.shape[:2], maps.shape[2]), np.float32)
+    for d in range(maps.shape[1]):
+        out += x[:, :, d, None].astype(np.float32) * maps[None, :, d].astype(np.float32)
+    return out
