@@ -98,7 +98,7 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    packages=[*find_packages(include=["edgekv", "edgekv.*"]), "edgekv.export", "edgekv.export.passes", "edgekv.device_profiles"],
+    packages=[*find_packages(include=["edgekv", "edgekv.*"]), "edgekv.export", "edgekv.export.passes", "edgekv.export.thin", "edgekv.device_profiles"],
     package_dir={"edgekv": "edgekv", "edgekv.export": "export", "edgekv.device_profiles": "device_profiles"},
     ext_modules=[Extension("edgekv._native.libedgekv", [str(s) for s in sources()], depends=[str(h) for h in headers()])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},

@@ -54,6 +54,8 @@ def distinct_layers(bundle: Bundle) -> list[dict]:
     shapes, seen = [], set()
     for layer in bundle.layers:
         params = layout.complete(layer["params"]) | {"fused_rotary": 0}
+        if params["head_dim"]:  # what is stored of thin keys knows no rotation
+            params |= {"head_dim": 0, "rotary_dim": 0}
         slots = min(params["body_slots"], MOST_SLOTS)
         params |= {"body_slots": slots, "window": min(params["window"], slots - params["sinks"])}
         key = tuple(v for n, v in params.items() if n != "layer")

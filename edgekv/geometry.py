@@ -16,7 +16,8 @@ class LayerGeometry:
     A score is scale * (q . k), then softcap * tanh(score / softcap) unless softcap is 0. A query sees keys with
     0 <= query_pos - key_pos (< sliding_window unless that is 0). The first rotary_dim numbers of a head are rotated in pairs
     (i, i + rotary_dim/2), or (2i, 2i + 1) when interleaved; inv_freq holds rotary_dim/2 angles in radians per position
-    (attention scaling of long-context variants is part of the model's graph, not of inv_freq).
+    (attention scaling of long-context variants is part of the model's graph, not of inv_freq). head_dim is for thin keys: a head has
+    that many numbers, which are rotated, and key_dim numbers made of them are stored; 0: they are stored as they are.
     """
 
     q_heads: int
@@ -29,16 +30,19 @@ class LayerGeometry:
     rotary_dim: int = 0
     rotary_interleaved: bool = False
     inv_freq: tuple[float, ...] = ()
+    head_dim: int = 0
 
     def __post_init__(self):
         for name in ("q_heads", "kv_heads", "key_dim", "value_dim"):
             check_count(f"{name} of a layer", getattr(self, name), least=1)
-        for name in ("sliding_window", "rotary_dim"):
+        for name in ("sliding_window", "rotary_dim", "head_dim"):
             check_count(f"{name} of a layer", getattr(self, name))
         if self.q_heads % self.kv_heads:
             raise UserError(f"{self.q_heads} query heads cannot share {self.kv_heads} key/value heads evenly.")
-        if self.rotary_dim % 2 or self.rotary_dim > self.key_dim:
-            raise UserError(f"rotary_dim must be even and at most key_dim ({self.key_dim}), not {self.rotary_dim}.")
+        if self.head_dim and self.head_dim < self.key_dim:
+            raise UserError(f"head_dim must be 0 or at least key_dim ({self.key_dim}), not {self.head_dim}.")
+        if self.rotary_dim % 2 or self.rotary_dim > (self.head_dim or self.key_dim):
+            raise UserError(f"rotary_dim must be even and at most the size of a head ({self.head_dim or self.key_dim}), not {self.rotary_dim}.")
         if not isinstance(self.rotary_interleaved, bool):
             raise UserError("rotary_interleaved of a layer must be true or false.")
         if not isinstance(self.inv_freq, (list, tuple)):

@@ -80,6 +80,7 @@ def layer_params(
         "rotary_dim": geometry.rotary_dim,
         "rotary_interleaved": int(geometry.rotary_interleaved),
         "fused_rotary": int(fused_rotary),
+        "head_dim": geometry.head_dim,
     }
     if not dense:
         params |= {
@@ -165,6 +166,8 @@ def plan(
         raise UserError("A cache needs at least one layer and a context of at least one token.")
     if policy.positions == "cache" and not all(g.rotary_dim and g.inv_freq for g in geometries):
         raise UserError("positions 'cache' needs rotary positions in every layer; this model has layers without them.")
+    if policy.positions == "cache" and any(g.head_dim for g in geometries):
+        raise UserError("positions 'cache' cannot be had with projected keys, which cannot be turned to another position; use positions 'original'.")
     for layer, g in enumerate(geometries):
         if not stays_dense(policy, g) and g.key_dim % 4:
             raise UserError(f"cache 'selfindex' needs keys whose size is a multiple of 4; those of layer {layer} have {g.key_dim} numbers.")

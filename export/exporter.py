@@ -18,6 +18,8 @@ from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope
 from edgekv.export.attention import NAME
 from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
+from edgekv.export.thin import into_graph
+from edgekv.export.thin.make import KeyOptions
 from edgekv.generation.text import DRAFT_TOKENS
 from edgekv.geometry import LayerGeometry
 from edgekv.memory import on_device
@@ -35,7 +37,7 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv export` was asked for. context None: the model's own; chunk None: the boundary interval; device: the
-    profile that the budget is chosen for, or judged by when one is given.
+    profile that the budget is chosen for, or judged by when one is given; keys: how keys are stored in fewer numbers, None: as they are.
     """
 
     policy: CachePolicy
@@ -46,6 +48,7 @@ class Options:
     check_parity: bool = True
     force: bool = False
     device: Profile | None = None
+    keys: KeyOptions | None = None
 
 
 def export(model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
@@ -59,6 +62,8 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
 def export_source(source: load.Source, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
     """The same for a model that was found."""
     context = rope.choose_context(source.config, options.context)
+    if options.keys is not None and options.policy.positions == "cache":
+        raise UserError("--key-rank needs --positions original: keys that were mapped to fewer numbers cannot be turned to another position.")
     if options.check_parity:
         parity.check_memory(source)
     said = None
@@ -82,7 +87,9 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
             graph.bind(traced, readers)
             report("simplifying the graph", None, None)
             rotations = graph.simplify(traced)
-        geometry = _complete(traced, geometry, rotations)
+        geometry = whole = _complete(traced, geometry, rotations)
+        thin = into_graph.apply(traced, source, options.keys, geometry, context, report)
+        geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
         params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
         formats.apply(traced, options.weights)
@@ -97,12 +104,14 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         if source.chat_template:
             (partial / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
+        if thin is not None:
+            manifest["keys"] = into_graph.record(thin, params, whole)
         if said is not None:
             manifest["device"] = {"name": options.device.name, "words": said.words}
         if options.check_parity:
             report("comparing with the original model", None, None)
             files = {p.name: {"bytes": p.stat().st_size} for p in partial.iterdir()}
-            found = parity.check(source, Bundle(partial, {**manifest, "files": files}), _room(planned))
+            found = parity.check(source, Bundle(partial, {**manifest, "files": files}), _room(planned), thin.maps if thin else None)
             manifest["parity"] = found.to_json()
         report("sealing", None, None)
         bundle.seal(partial, manifest)

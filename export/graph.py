@@ -14,7 +14,7 @@ from edgekv.export import weights
 from edgekv.export.checkpoint import Reader
 from edgekv.export.passes import gelu, heads, linear, match, rms_norm, rotary, siblings
 
-SLOTS = 7  # the attention node's input for chosen slots
+SLOTS, QUERY_MAP, KEY_MAP = 7, 8, 9  # the attention node's inputs for chosen slots and for maps to thin keys
 FOLD_BYTES = 1 << 18  # constants up to this size are folded; larger ones are weights
 
 
@@ -84,22 +84,24 @@ def _drop_retrieval(model: ir.Model, node: ir.Node) -> None:
     if len(node.inputs) <= SLOTS:
         return
     chosen = node.inputs[SLOTS]
-    node.resize_inputs(SLOTS)
+    node.replace_input_with(SLOTS, None)
+    if len(node.inputs) <= QUERY_MAP:
+        node.resize_inputs(SLOTS)
     if chosen is not None and chosen.producer() is not None:
         model.graph.remove(chosen.producer(), safe=True)
 
 
 def _add_retrieval(node: ir.Node, kv_heads: int) -> None:
     """slots int32 [kv_heads, T, k] from the node's own inputs, read before it appends the new rows to the state."""
-    node.resize_inputs(SLOTS)
+    node.resize_inputs(max(len(node.inputs), SLOTS + 1))
+    inputs = [*node.inputs[:SLOTS], *node.inputs[QUERY_MAP : QUERY_MAP + 1]]
     retrieval = ir.Node(
-        match.EDGEKV, match.RETRIEVAL, list(node.inputs), list(node.attributes.values()), num_outputs=1, version=node.version
+        match.EDGEKV, match.RETRIEVAL, inputs, list(node.attributes.values()), num_outputs=1, version=node.version
     )
     slots = retrieval.outputs[0]
     slots.name = f"slots.{node.attributes['layer'].value}"
     slots.shape, slots.type = ir.Shape([kv_heads, None, None]), ir.TensorType(ir.DataType.INT32)
     match.before(node, retrieval)
-    node.resize_inputs(SLOTS + 1)
     node.replace_input_with(SLOTS, slots)
 
 

@@ -8,6 +8,7 @@ before the first boundary must agree as closely; what follows attends to compres
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from edgekv.export import rope
 from edgekv.export.load import Source
 from edgekv.export.parity_text import TEXT
 from edgekv.export.quiet import quiet
+from edgekv.export.thin import attention
+from edgekv.export.thin.make import load_model
+from edgekv.export.thin.maps import KeyMaps
 from edgekv.generation.session import Session
 
 MOST_TOKENS = 384
@@ -95,8 +99,14 @@ def tokens_of(source: Source, vocab: int, room: int) -> np.ndarray:
     return np.asarray(ids, np.int64)
 
 
-def original_logits(source: Source, ids: np.ndarray, context: int) -> np.ndarray:
-    """float32 [T, vocab] of the model in single precision with transformers' plain attention, made for `context` positions."""
+def original_logits(source: Source, ids: np.ndarray, context: int, maps: Sequence[KeyMaps] | None = None) -> np.ndarray:
+    """float32 [T, vocab] of the model in single precision with transformers' plain attention, made for `context` positions.
+
+    maps  of every layer, for a bundle with thin keys: what it must agree with is the model with the same maps in its attention
+    """
+    if maps is not None:
+        with torch.no_grad(), attention.using(attention.Session(dict(enumerate(maps)))):
+            return load_model(source, context)(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
     with quiet(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(
             source.folder, config=source.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -181,10 +191,10 @@ def judged(original: np.ndarray, ours: np.ndarray, ids: np.ndarray, limits: Limi
     return found
 
 
-def check(source: Source, bundle: Bundle, room: int) -> Parity:
-    """Runs both and judges; returns the figures."""
+def check(source: Source, bundle: Bundle, room: int, maps: Sequence[KeyMaps] | None = None) -> Parity:
+    """Runs both and judges; returns the figures. maps: as in original_logits."""
     ids = tokens_of(source, bundle.model["vocab"], room)
-    original = original_logits(source, ids, bundle.model["context"])
+    original = original_logits(source, ids, bundle.model["context"], maps)
     try:
         ours = bundle_logits(bundle, ids)
     except UserError:

@@ -34,10 +34,10 @@ def is_bundle(model: str) -> bool:
 
 def geometries(source: Bundle) -> list[LayerGeometry]:
     """What each layer stores per token, read from the manifest."""
-    shared = ("q_heads", "kv_heads", "key_dim", "value_dim", "scale", "softcap", "sliding_window", "rotary_dim")
+    shared = ("q_heads", "kv_heads", "key_dim", "value_dim", "scale", "softcap", "sliding_window", "rotary_dim", "head_dim")
     return [
         LayerGeometry(
-            **{name: layer["params"][name] for name in shared},
+            **{name: layout.complete(layer["params"])[name] for name in shared},
             rotary_interleaved=bool(layer["params"]["rotary_interleaved"]),
             inv_freq=tuple(source.inv_freq(index)),
         )

@@ -9,6 +9,8 @@ import click
 
 from edgekv.errors import UserError
 
+KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
+
 
 @click.command("export", short_help="Make a bundle from a Hugging Face model or a GGUF file.")
 @click.argument("model")
@@ -39,11 +41,18 @@ from edgekv.errors import UserError
               help="Format of the weights.")  # fmt: skip
 @click.option("--context", type=click.IntRange(1), help="Positions the bundle may use, at most the model's own.")
 @click.option("--device", help="Device or profile file to choose the budget for, and to say what stays on chip there.")
+@click.option("--key-rank", help="Numbers stored per key: 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
+@click.option("--key-form", type=click.Choice(["projected", "absorbed"]), help="How keys get thinner: by a map after their rotation, or in the "
+              "weights (models without rotary positions, and their default).")  # fmt: skip
+@click.option("--key-text", type=click.Path(path_type=Path), help="UTF-8 text to calibrate thin keys on; default the one `edgekv eval` reads by default.")
+@click.option("--key-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of it to use.")
+@click.option("--key-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps per layer; 0: closed form only.")
 @click.option("--parity/--no-parity", default=True, show_default=True, help="Compare the bundle's logits with the original model's.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
 @click.pass_context
 def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None,
-            chunk: int | None, device: str | None, parity: bool, force: bool, **cache) -> None:  # fmt: skip
+            chunk: int | None, device: str | None, parity: bool, force: bool, key_rank: str | None, key_form: str | None, key_text: Path | None,
+            key_tokens: int, key_steps: int, **cache) -> None:  # fmt: skip
     """Exports MODEL to a bundle that runs inside a fixed cache budget.
 
     MODEL is a Hugging Face directory, a hub id or a .gguf file. It may also be a bundle: then only its cache is made anew, in
@@ -58,12 +67,19 @@ def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: 
         raise UserError(f"--keep {keep} needs --kv-budget, for example --kv-budget 2MiB, 1024tok or 25%, or --device.")
     if chunk is not None and policy.boundary is not None and chunk > policy.boundary:
         raise UserError(f"--chunk {chunk} is longer than --boundary {policy.boundary}; a block of tokens never crosses a boundary.")
-    if (Path(model) / "manifest.json").is_file() and any(
-        ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT for name in ("weights", "context")
-    ):
-        raise UserError(f"{model} is a bundle: its weights and context are what they are; leave out --weights and --context.")
+    def given(*names: str) -> bool:
+        return any(ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT for name in names)
+
+    if (Path(model) / "manifest.json").is_file():
+        if given("weights", "context"):
+            raise UserError(f"{model} is a bundle: its weights and context are what they are; leave out --weights and --context.")
+        if given(*KEY_OPTIONS):
+            raise UserError(f"{model} is a bundle, whose keys are what they are; give the model it was made from to make them thinner.")
+    if not key_rank and given("key_text", "key_tokens", "key_steps"):
+        raise UserError("--key-text, --key-tokens and --key-steps say how thin keys are calibrated: they need --key-rank.")
+    keys = (key_rank, {"form": key_form, "text": key_text, "tokens": key_tokens, "steps": key_steps}) if key_rank or key_form else None
     profile = profiles.load(device) if device else None
-    _run(model, target, {"device": profile, "policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force})  # fmt: skip
+    _run(model, target, {"device": profile, "policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force, "keys": keys})  # fmt: skip
 
 
 def _run(model: str, target: Path, options: dict) -> None:
@@ -87,13 +103,18 @@ def _run(model: str, target: Path, options: dict) -> None:
             progress.update(task, total=total, completed=done or 0)
 
         from edgekv.export import exporter, replan
+        from edgekv.export.thin import ranks
+        from edgekv.export.thin.make import KeyOptions
 
         if replan.is_bundle(model):
-            del options["weights"], options["context"]
+            del options["weights"], options["context"], options["keys"]
             source = bundles.open_bundle(model)
             words = _choose_for_bundle(source, options)
             made = replan.replan(source, target, **options, report=report)
         else:
+            if options["keys"] is not None:
+                rank, more = options["keys"]
+                options["keys"] = KeyOptions(ranks.parse(rank) if rank else None, **more)
             made = exporter.export(model, target, exporter.Options(**options), report)
             words = made.manifest.get("device", {}).get("words")
         progress.update(task, total=1, completed=1)
@@ -116,11 +137,14 @@ def _choose_for_bundle(source, options: dict) -> str | None:
 
 
 def _summary(console, made, words: str | None, seconds: float) -> None:
+    from edgekv import thin_keys
     from edgekv.budget import format_bytes
 
     manifest, figures = made.manifest, made.manifest["parity"]
     console.print(f"{made.folder}: {manifest['weights']['format']} weights, {format_bytes(made.weight_bytes)}, in {seconds:.0f} s", markup=False)
     console.print(manifest["policy"]["words"], markup=False)
+    if "keys" in manifest:
+        console.print(thin_keys.words(manifest["keys"]), markup=False)
     if words:
         console.print(words, markup=False)
     if figures:

@@ -70,6 +70,7 @@ def _show(bundle: Bundle, memory: dict[str, int], words: str, verify: bool) -> N
     from rich.console import Console
     from rich.table import Table
 
+    from edgekv import thin_keys
     from edgekv.generation.report import mebibytes
 
     def table(title: str, rows: list[tuple[Any, ...]]) -> None:
@@ -94,6 +95,8 @@ def _show(bundle: Bundle, memory: dict[str, int], words: str, verify: bool) -> N
         ],
     )
     table("Cache policy", [("", words), ("budget", manifest["policy"].get("budget", "?"))])
+    if "keys" in manifest:
+        table("Keys", [("", thin_keys.words(manifest["keys"]))])
     shapes = Counter(_shape(layer["params"]) for layer in bundle.layers)
     table("Layers", [(f"{count} x", shape) for shape, count in shapes.items()])
     total = sum(memory.values())
@@ -115,8 +118,9 @@ def _shape(params: dict[str, Any]) -> str:
     def name(names: dict[str, int], value: int) -> str:
         return next((text for text, number in names.items() if number == value), str(value))
 
+    of_head = f" of {params['head_dim']}" if params.get("head_dim") else ""
     text = (
-        f"{params['q_heads']} query / {params['kv_heads']} kv heads, keys {params['key_dim']}, values {params['value_dim']}, "
+        f"{params['q_heads']} query / {params['kv_heads']} kv heads, keys {params['key_dim']}{of_head}, values {params['value_dim']}, "
         f"{name(layout.KEEPS, params.get('keep', 0))}: body {params['body_slots']} + tail {params['tail_slots']} tokens, "
         f"{name(layout.ELEMENTS, params.get('element', 1))}"
     )

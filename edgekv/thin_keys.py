@@ -1,0 +1,23 @@
+"""What a manifest says of thin keys (section `keys`, written by export/thin/into_graph.py), in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def words(keys: dict[str, Any]) -> str:
+    """One or two sentences for people."""
+    ranks = keys["ranks"]
+    spread = f"{ranks[0]}" if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}"
+    text = (
+        f"Thin keys ({keys['form']}): {spread} numbers per key, {keys['token_bytes']} bytes of keys per token and not {keys['token_bytes_whole']} "
+        f"({keys['token_bytes'] / keys['token_bytes_whole'] - 1:+.1%})."
+    )
+    if keys.get("attention_kl"):
+        kl, error = keys["attention_kl"], keys["score_error"]
+        worst = max(range(len(kl)), key=kl.__getitem__)
+        text += (
+            f" On held-out text attention changes by {sum(kl) / len(kl):.3f} nats on average (layer {worst}: {kl[worst]:.3f}) and scores by "
+            f"{sum(error) / len(error):.2f}."
+        )
+    return text

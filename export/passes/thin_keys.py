@@ -1,0 +1,76 @@
+"""Thin keys in the graph: maps as inputs of the attention node, which applies them after its rotation, or multiplied into the weights.
+
+`absorb` needs queries and keys that come straight from a linear layer. Between that and the scores a rotary model turns both by their
+positions, so a map in the weights would be applied to something else than what is scored: scores then have nothing to do with the full
+ones any more, and the pass refuses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgekv.errors import UserError
+from edgekv.export.graph import KEY_MAP, QUERY_MAP
+from edgekv.export.passes import match, siblings
+from edgekv.export.weights import Lazy
+
+WHY_NOT = (
+    "Keys of this model cannot be absorbed into its weights: layer {layer} rotates queries and keys by position (or changes them otherwise) "
+    "behind their weights, and a product with a smaller matrix does not commute with a rotation. Use --key-form projected."
+)
+
+
+def straight(node: ir.Node) -> siblings.Linear | None:
+    """The linear layer whose result the node takes as queries, keys and values, unrotated; None when there is something between."""
+    if node.inputs[1] is not None or node.inputs[2] is not None or any(value is not None for value in node.inputs[5:7]):
+        return None
+    maker = node.inputs[0].producer()
+    if maker is None:
+        return None
+    product = maker if maker.op_type == "MatMul" else next((v.producer() for v in maker.inputs if v is not None and match.producer(v, "MatMul")), None)
+    found = siblings.linear(product) if product is not None else None
+    return found if found is not None and found.result is node.inputs[0] else None
+
+
+def project(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray) -> None:
+    """query float32 [q_heads, head_dim, rank] and key [kv_heads, head_dim, rank] become inputs of the node."""
+    layer = node.attributes["layer"].value
+    node.resize_inputs(KEY_MAP + 1)
+    for index, name, numbers in ((QUERY_MAP, "query_map", query), (KEY_MAP, "key_map", key)):
+        node.replace_input_with(index, match.initialiser(model, f"layers.{layer}.{name}", np.ascontiguousarray(numbers, np.float32)))
+
+
+def absorb(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray, value_dim: int) -> None:
+    """The same maps in the weights (and biases) of the linear layer that makes queries, keys and values, which the node takes packed."""
+    layer, found = node.attributes["layer"].value, straight(node)
+    if found is None:
+        raise UserError(WHY_NOT.format(layer=layer))
+    (q_heads, head, rank), kv_heads = query.shape, key.shape[0]
+    widths = (q_heads * rank, kv_heads * rank, kv_heads * value_dim)
+
+    def thin(rows: np.ndarray) -> np.ndarray:
+        """[..., (q_heads + kv_heads) head + kv_heads value_dim] with mapped queries and keys."""
+        q, k, v = np.split(rows, np.cumsum([q_heads * head, kv_heads * head]), axis=-1)
+        lead = rows.shape[:-1]
+        parts = [
+            np.einsum("nhd,hdr->nhr", part.reshape(-1, heads, head).astype(np.float64), maps.astype(np.float64)).reshape(*lead, heads * rank)
+            for part, heads, maps in ((q, q_heads, query), (k, kv_heads, key))
+        ]
+        return np.concatenate([*parts, v], axis=-1).astype(np.float32)
+
+    name = f"layers.{layer}.thin"
+    weight = found.weight
+    made = match.initialiser(model, f"{name}.weight", Lazy(lambda: thin(weight.numpy()), (weight.shape[0], sum(widths)), f"{name}.weight"))
+    product = match.node("MatMul", [found.product.inputs[0], made])
+    new = [product]
+    if found.bias is not None:
+        bias = found.bias
+        added = match.initialiser(model, f"{name}.bias", Lazy(lambda: thin(bias.numpy()), (sum(widths),), f"{name}.bias"))
+        new.append(match.node("Add", [product.outputs[0], added]))
+    shape = found.product.inputs[0].shape
+    for one in new:
+        one.outputs[0].shape = ir.Shape([*shape[:-1], sum(widths)]) if shape is not None else None
+        one.outputs[0].type = found.result.type
+    match.before(found.product, *new)
+    node.replace_input_with(0, new[-1].outputs[0])

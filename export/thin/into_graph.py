@@ -1,0 +1,77 @@
+"""Thin keys of an export: calibrated or brought along by the model, written into the graph, and said in the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from edgekv import layout
+from edgekv.errors import UserError
+from edgekv.export.load import Source
+from edgekv.export.passes import match, thin_keys
+from edgekv.export.thin import make, maps
+from edgekv.export.thin.calibrate import Calibrated
+from edgekv.export.thin.maps import KeyMaps
+from edgekv.geometry import LayerGeometry
+
+
+@dataclasses.dataclass(frozen=True)
+class Thin:
+    """What the cache stores now, the maps that do it, and what the manifest says of it under `keys` (without bytes, see `record`)."""
+
+    geometry: list[LayerGeometry]
+    maps: list[KeyMaps]
+    form: str
+    origin: dict[str, Any]
+    errors: Calibrated | None
+
+
+def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry: Sequence[LayerGeometry], context: int, report: make.Report) -> Thin | None:
+    """Changes the graph; None when neither the options nor the model ask for thin keys. UserError when they cannot be had."""
+    saved = maps.load(source.folder)
+    if saved is not None and options is not None and options.rank is not None:
+        raise UserError(f"{source.name} brings its own thin keys ({source.folder / maps.FILE}); leave out --key-rank.")
+    if saved is None and (options is None or options.rank is None):
+        return None
+    nodes = sorted(match.attentions(traced), key=lambda node: node.attributes["layer"].value)
+    bent = [layer for layer, node in enumerate(nodes) if thin_keys.straight(node) is None]
+    form = (options.form if options else None) or ("projected" if bent else "absorbed")
+    if form == "absorbed" and bent:
+        raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
+    if saved is not None:
+        maps.check(saved, geometry, str(source.folder / maps.FILE))
+        made, origin, errors = saved, {"rank": "of the model", "text": None, "tokens": 0}, None
+    else:
+        found = errors = make.from_text(source, options, geometry, context, report)
+        made, text = found.maps, options.text
+        origin = {"rank": str(options.rank), "text": text.name if text else "the text that comes with edgekv", "tokens": options.tokens}
+    thinner = []
+    for node, g, layer in zip(nodes, geometry, made, strict=True):
+        query, key = layer.query.numpy(), layer.key.numpy()
+        if form == "absorbed":
+            thin_keys.absorb(traced, node, query, key, g.value_dim)
+            thinner.append(dataclasses.replace(g, key_dim=layer.rank))
+        else:
+            thin_keys.project(traced, node, query, key)
+            thinner.append(dataclasses.replace(g, key_dim=layer.rank, head_dim=g.key_dim))
+    return Thin(thinner, list(made), form, origin, errors)
+
+
+def record(thin: Thin, params: Sequence[dict], whole: Sequence[LayerGeometry]) -> dict[str, Any]:
+    """Section `keys` of the manifest: form, ranks, bytes of one token's keys over all layers now and before, errors per layer."""
+    size = [layout.element_bytes(p) for p in params]
+    section = {
+        "form": thin.form,
+        **thin.origin,
+        "ranks": [g.key_dim for g in thin.geometry],
+        "token_bytes": sum(e * g.kv_heads * g.key_dim for e, g in zip(size, thin.geometry, strict=True)),
+        "token_bytes_whole": sum(e * g.kv_heads * g.key_dim for e, g in zip(size, whole, strict=True)),
+        "score_error": None,
+        "attention_kl": None,
+    }
+    if thin.errors is not None:
+        section["score_error"] = [round(e.score_error, 5) for e in thin.errors.errors]
+        section["attention_kl"] = [round(e.attention_kl, 6) for e in thin.errors.errors]
+    return section
+

@@ -1,0 +1,80 @@
+"""How many numbers each layer's keys keep: what `--key-rank` says, and one budget spread over the layers by their spectra."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgekv.errors import UserError
+
+AUTO_SHARE = 0.5
+STEP = 4  # ranks are multiples of this where a share decides: compressed caches take keys in groups of four numbers
+
+
+@dataclass(frozen=True)
+class KeyRank:
+    """What was asked for: the same `rank` in every layer, or a `share` of the key bytes, the same everywhere or spread by spectrum."""
+
+    rank: int | None = None
+    share: float | None = None
+    spread: bool = False
+
+    def __str__(self) -> str:
+        if self.rank is not None:
+            return str(self.rank)
+        percent = f"{100 * self.share:g}%"
+        return f"auto:{percent}" if self.spread else percent
+
+
+def parse(text: str) -> KeyRank:
+    """`32`, `25%`, `auto` (half of the key bytes) or `auto:25%`; UserError for anything else."""
+    found = re.fullmatch(r"(auto)?(?:(?(1):)(\d+(?:\.\d+)?)%)?|(\d+)", text.strip())
+    if found and found[3] and int(found[3]) > 0:
+        return KeyRank(rank=int(found[3]))
+    if found and (found[1] or found[2]):
+        share = float(found[2]) / 100 if found[2] else AUTO_SHARE
+        if 0 < share <= 1:
+            return KeyRank(share=share, spread=bool(found[1]))
+    raise UserError(f"--key-rank takes numbers per key (32), a share of the key bytes (25%), auto or auto:25%, not {text!r}.")
+
+
+def choose(wanted: KeyRank, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray] = ()) -> list[int]:
+    """Rank of each layer. heads: (kv_heads, head_dim) of each; spectra (needed when the budget is spread): for each layer, float
+    [kv_heads, head_dim], what the mean square error of its scores grows by when a direction is left out, largest first.
+    """
+    if wanted.rank is not None:
+        least = min(dim for _, dim in heads)
+        if wanted.rank > least:
+            raise UserError(f"--key-rank {wanted.rank} is more than the {least} numbers that a key of this model has.")
+        return [wanted.rank] * len(heads)
+    if not wanted.spread:
+        return [min(dim, max(STEP, round(dim * wanted.share / STEP) * STEP)) for _, dim in heads]
+    return _spread(wanted.share, heads, spectra)
+
+
+def _spread(share: float, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray]) -> list[int]:
+    """STEP by STEP to the layer where it takes most error away per number stored (errors fall ever slower, so that is the best choice)."""
+    ranks = [min(STEP, dim) for _, dim in heads]
+    left = share * sum(kv * dim for kv, dim in heads) - sum(kv * rank for (kv, _), rank in zip(heads, ranks, strict=True))
+
+    def gain(layer: int) -> tuple[float, int]:
+        part = spectra[layer][:, ranks[layer] : ranks[layer] + STEP]
+        return -float(part.sum()) / max(part.size, 1), layer
+
+    queue = [gain(layer) for layer, (_, dim) in enumerate(heads) if ranks[layer] < dim]
+    heapq.heapify(queue)
+    while queue:
+        _, layer = heapq.heappop(queue)
+        kv, dim = heads[layer]
+        cost = kv * min(STEP, dim - ranks[layer])
+        if cost > left + 1e-9:
+            continue
+        left -= cost
+        ranks[layer] = min(ranks[layer] + STEP, dim)
+        if ranks[layer] < dim:
+            heapq.heappush(queue, gain(layer))
+    return ranks

@@ -1,0 +1,173 @@
+"""Bundles with thin keys: what they compute, the bytes they take, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_models import expected, make, random_text
+from transformers import AutoModelForCausalLM
+
+from edgekv import layout
+from edgekv.bundle import open_bundle
+from edgekv.cli import main
+from edgekv.errors import UserError
+from edgekv.export import exporter, load, replan
+from edgekv.export.parity import bundle_logits
+from edgekv.export.thin import attention, maps, ranks
+from edgekv.export.thin.attention import Session, using
+from edgekv.export.thin.make import KeyOptions
+from edgekv.export.thin.maps import KeyMaps
+from edgekv.policy import CachePolicy, parse_budget
+
+TOKENS, STEPS = 384, 3
+EXACT = {"policy": CachePolicy(element="fp32"), "budget": None, "weights": "fp32", "context": 128}
+
+
+def export(folder, target, rank="50%", form=None, **changes):
+    wanted = KeyOptions(ranks.parse(rank) if rank else None, form, None, TOKENS, STEPS)
+    return exporter.export(str(folder), target, exporter.Options(**{**EXACT, "keys": wanted, **changes}))
+
+
+def random_maps(folder, heads, kv_heads, dim, rank, layers=2, orthogonal=False):
+    """Maps saved beside a model; orthogonal: of full rank, so that they change no score."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(layers):
+        key = torch.randn(kv_heads, dim, dim, generator=generator)
+        key = torch.linalg.qr(key)[0] if orthogonal else key * dim**-0.5
+        made.append(KeyMaps(key.repeat_interleave(heads // kv_heads, 0)[..., :rank], key[..., :rank]))
+    maps.save(folder, made)
+    return made
+
+
+# the parity gate compares logits with the same maps in transformers, to 0.01 and a KL of 1e-5
+@pytest.mark.parametrize("name", ["llama", "phi", "gptj", "gemma2", "gpt2", "opt", "smollm3"])
+def test_a_thin_bundle_computes_what_the_model_with_the_same_maps_does(tmp_path, name):
+    made = export(make(tmp_path / "model", name), tmp_path / "bundle")
+    keys = made.manifest["keys"]
+    assert keys["form"] == ("absorbed" if name in ("gpt2", "opt") else "projected")
+    assert made.manifest["parity"]["max_difference"] < 1e-2
+    for layer, rank in zip(made.layers, keys["ranks"], strict=True):
+        params = layer["params"]
+        assert params["key_dim"] == rank == params["value_dim"] // 2
+        assert params["head_dim"] == (0 if keys["form"] == "absorbed" else params["value_dim"])
+        planes = layout.planes(params)
+        slots = params["body_slots"] + params["tail_slots"]
+        assert sum(np.prod(planes[p][1]) * 4 for p in ("body_k", "tail_k")) == 4 * params["kv_heads"] * slots * rank
+    assert keys["token_bytes"] * 2 == keys["token_bytes_whole"]
+    assert len(keys["score_error"]) == len(keys["attention_kl"]) == len(made.layers)
+
+
+@pytest.mark.parametrize("name, heads, kv_heads, dim", [("llama", 4, 2, 16), ("gpt2", 4, 4, 16)])
+@pytest.mark.parametrize("form", [None, "projected"])
+def test_maps_of_full_rank_leave_the_logits_alone(tmp_path, name, heads, kv_heads, dim, form):
+    folder = make(tmp_path / "model", name)
+    random_maps(folder, heads, kv_heads, dim, dim, orthogonal=True)
+    made = export(folder, tmp_path / "bundle", rank=None, form=form, check_parity=False)
+    ids = random_text(100)
+    np.testing.assert_allclose(bundle_logits(made, ids), expected(folder, ids), atol=1e-3)
+
+
+def test_absorbed_maps_equal_the_reconstructed_weights(tmp_path):
+    """W_K replaced by W_K A B^T in transformers: what the smaller matrices stand for."""
+    folder = make(tmp_path / "model", "gpt2")
+    made = random_maps(folder, 4, 4, 16, 8)
+    bundle = export(folder, tmp_path / "bundle", rank=None, check_parity=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for block, layer in zip(model.transformer.h, made, strict=True):
+        both = torch.block_diag(*(layer.key @ layer.query.transpose(1, 2)))
+        for rows in (block.attn.c_attn.weight.data, block.attn.c_attn.bias.data[None]):
+            rows[:, 64:128] = rows[:, 64:128] @ both
+    ids = random_text(100)
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    np.testing.assert_allclose(bundle_logits(bundle, ids), want, atol=1e-4)
+
+
+def test_maps_of_a_model_are_used_as_they_are(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    made = random_maps(folder, 4, 2, 16, 6)
+    bundle = export(folder, tmp_path / "bundle", rank=None)
+    ids = random_text(60)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME).eval()
+    with torch.no_grad(), using(Session(dict(enumerate(made)))):
+        want = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+    np.testing.assert_allclose(bundle_logits(bundle, ids), want, atol=1e-3)
+    with pytest.raises(UserError, match="brings its own thin keys"):
+        export(folder, tmp_path / "other")
+
+
+@pytest.mark.parametrize("policy, budget", [
+    (CachePolicy(keep="window", element="fp32"), "64tok"), (CachePolicy(keep="heavy", element="fp32"), "80tok"),
+    (CachePolicy(format="selfindex", value_bits=4, boundary=32), None),
+])  # fmt: skip
+def test_thin_keys_go_with_every_keep_rule_and_with_compression(tmp_path, policy, budget):
+    folder = make(tmp_path / "model", "llama")
+    made = export(folder, tmp_path / "bundle", policy=policy, budget=budget and parse_budget(budget))
+    assert all(p["params"]["key_dim"] == 8 for p in made.layers)
+    ids = random_text(120)
+    assert np.isfinite(bundle_logits(made, ids)).all()
+    again = replan.replan(made, tmp_path / "again", CachePolicy(element="fp32"), None)  # the parity check runs again
+    assert again.manifest["keys"] == made.manifest["keys"]
+    with pytest.raises(UserError, match="positions 'cache' cannot be had"):
+        replan.replan(made, tmp_path / "turned", CachePolicy(keep="window", positions="cache"), parse_budget("64tok"))
+
+
+def test_one_budget_is_spread_over_the_layers(tmp_path):
+    made = export(make(tmp_path / "model", "llama"), tmp_path / "bundle", rank="auto:50%")
+    keys = made.manifest["keys"]
+    assert keys["token_bytes"] <= keys["token_bytes_whole"] // 2
+    assert all(rank % ranks.STEP == 0 for rank in keys["ranks"])
+
+
+def test_spectra_decide_who_gets_how_much():
+    steep, flat = np.array([[9.0] * 4 + [0.01] * 12]), np.array([[5.0] * 16])
+    assert ranks.choose(ranks.parse("auto"), [(1, 16), (1, 16)], [steep, flat]) == [4, 12]
+    assert ranks.choose(ranks.parse("25%"), [(2, 64), (1, 128)]) == [16, 32]
+    assert ranks.choose(ranks.parse("7"), [(2, 64)]) == [7]
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "abc", "0%", "101%", "auto:0%", "auto25%", "25.5", ""])
+def test_ranks_that_mean_nothing_are_refused(text):
+    with pytest.raises(UserError, match="--key-rank takes"):
+        ranks.parse(text)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    for options, sentence in [
+        (("--key-rank", "50%", "--key-form", "absorbed"), "does not commute with a rotation"),
+        (("--key-rank", "50%", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "--positions original"),
+        (("--key-rank", "17"), "more than the 16 numbers"),
+        (("--key-rank", "x"), "--key-rank takes"),
+        (("--key-rank", "50%", "--key-text", short), "at least"),
+        (("--key-rank", "50%", "--key-text", tmp_path / "none"), "cannot be read"),
+        (("--key-tokens", "500"), "they need --key-rank"),
+    ]:
+        result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", *options) if "--key-tokens" not in options else run("export", folder, "-o", tmp_path / "bundle", *options)
+        assert result.exit_code == 2 and sentence in result.output, (options, result.output)
+        assert not (tmp_path / "bundle").exists()
+    (folder / maps.FILE).write_bytes(b"nonsense")
+    result = run("export", folder, "-o", tmp_path / "bundle")
+    assert result.exit_code == 2 and "is damaged" in result.output
+
+
+def test_export_and_inspect_say_what_was_done(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-rank", "25%", "--key-steps", "2", "--key-tokens", "300", "--weights", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "Thin keys (projected): 4 numbers per key" in result.output
+    shown = run("inspect", tmp_path / "bundle")
+    assert "keys 4 of 16, values 16" in shown.output and "Thin keys" in shown.output
+    assert json.loads(run("inspect", tmp_path / "bundle", "--json").output)["keys"]["ranks"] == [4, 4]
+    assert run("export", tmp_path / "bundle", "-o", tmp_path / "other", "--key-rank", "50%").exit_code == 2
+    model = load.find(str(folder))
+    assert open_bundle(tmp_path / "bundle").manifest["keys"]["rank"] == "25%" and model.name == "model"
