@@ -38,7 +38,7 @@ test-slow: setup $(GGUF)
 
 test-tensorrt: setup $(GGUF)
 	$(BIN)/python tools/tensorrt_wheels.py
-	EDGEKV_TENSORRT_TESTS=1 $(BIN)/python -m pytest -q tests/tensorrt
+	EDGEKV_TENSORRT_TESTS=1 $(BIN)/python -m pytest -q tests/tensorrt/wheels
 
 plugin: setup
 	$(BIN)/python tools/build_plugin.py

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from edgekv import layout, native
+from edgekv import comparison, layout, native
 from edgekv.bundle import Bundle
 from edgekv.engine.device import TO_DEVICE, TO_HOST, Device
-from edgekv.errors import EdgekvError, UserError
+from edgekv.errors import EdgekvError, NativeError, UserError
 from edgekv.reference import ReferenceCache
+from edgekv.reference.self_index import SelfIndexCache
 
 # Largest difference of an attention output from the reference. Keys and values are stored alike, so only sums differ in order.
 TOLERANCE = {layout.ELEMENTS["fp32"]: 1e-4, layout.ELEMENTS["fp16"]: 2e-3}
@@ -45,7 +46,8 @@ def run_all(bundle: Bundle, engine_folder: Path | None, tokens: int, threshold: 
             add(Result(what.format("CUDA"), None, reason))
         else:
             add(compare_kernels(what.format("CUDA"), params, table, lambda p, t, device=device: CudaCache(device, p, t)))
-    add(compare_engines(bundle, engine_folder, tokens, threshold))
+    for result in compare_engines(bundle, engine_folder, tokens, threshold):
+        add(result)
     return results
 
 
@@ -58,6 +60,8 @@ def distinct_layers(bundle: Bundle) -> list[dict]:
             params |= {"head_dim": 0, "rotary_dim": 0}
         slots = min(params["body_slots"], MOST_SLOTS)
         params |= {"body_slots": slots, "window": min(params["window"], slots - params["sinks"])}
+        if layout.is_selfindex(params):
+            params["intervals"] = max(params["intervals"], slots // params["tail_slots"] + 2)
         key = tuple(v for n, v in params.items() if n != "layer")
         if key not in seen:
             seen.add(key)
@@ -141,7 +145,8 @@ def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) 
     q = random.standard_normal((length, params["q_heads"], params["key_dim"]), np.float32)
     k = random.standard_normal((length, params["kv_heads"], params["key_dim"]), np.float32)
     v = random.standard_normal((length, params["kv_heads"], params["value_dim"]), np.float32)
-    reference, worst, position = ReferenceCache(params, table), 0.0, 0
+    packed = layout.is_selfindex(params)
+    reference, worst, position = SelfIndexCache(params) if packed else ReferenceCache(params, table), 0.0, 0
     cache = make(params, table)
     try:
         while position < length - 1:
@@ -154,7 +159,7 @@ def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) 
             if position % interval == 0 and position < length:
                 rank = min(position, params["body_slots"]) if params["positions"] else position
                 cache.compact(position, rank)
-                reference.compact(position, rank)
+                reference.compact(*([position] if packed else [position, rank]))
     except EdgekvError as error:
         return Result(what, False, str(error))
     finally:
@@ -164,40 +169,36 @@ def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) 
     return Result(what, worst <= bound, f"largest difference {worst:.1e} from the reference over {length} tokens (at most {bound:.0e})")
 
 
-def compare_engines(bundle: Bundle, folder: Path | None, tokens: int, threshold: float) -> Result:
-    """Logits of TensorRT against ONNX Runtime's on the same tokens."""
+def compare_engines(bundle: Bundle, folder: Path | None, tokens: int, threshold: float) -> Iterator[Result]:
+    """Every engine that runs here against ONNX Runtime on the CPU, which takes the tokens one by one."""
+    from edgekv.engine import onnxruntime_cuda
     from edgekv.engine.onnxruntime import OnnxRuntimeEngine
     from edgekv.engine.tensorrt import TensorRTEngine
 
-    what = "TensorRT engine against ONNX Runtime"
-    device, reason = usable_device()
-    if device is None:
-        return Result(what, None, reason)
+    length = min(tokens, bundle.capacity or tokens)
+    names = ("ONNX Runtime, blocks", "ONNX Runtime on the GPU", "TensorRT")
+    whats = [f"{name} against ONNX Runtime, token by token" for name in names]
+    if comparison.polygraphy_missing():
+        yield from (Result(what, None, comparison.MISSING) for what in whats)
+        return
+    feeds = comparison.text_blocks(bundle.model["vocab"], bundle.boundary, length)
+    reference = comparison.Comparison(comparison.make_runner("reference", lambda: OnnxRuntimeEngine(bundle), one_by_one=True), feeds)
+    device, no_device = usable_device()
+    candidates = (
+        (None, lambda: OnnxRuntimeEngine(bundle, max_rows=comparison.BLOCK)),
+        (onnxruntime_cuda.refusal(bundle), lambda: onnxruntime_cuda.OnnxRuntimeCudaEngine(bundle, comparison.BLOCK)),
+        (no_device if device is None else None, lambda: TensorRTEngine(bundle, folder, comparison.BLOCK)),
+    )
+    for what, (refusal, load) in zip(whats, candidates, strict=True):
+        yield Result(what, None, refusal) if refusal else engine_agrees(what, reference, load, threshold)
+
+
+def engine_agrees(what: str, reference: comparison.Comparison, load: Callable, threshold: float) -> Result:
+    """An engine that cannot be loaded was not checked; one that fails on the way is wrong."""
     try:
-        ours = TensorRTEngine(bundle, folder)
+        found = reference.against(comparison.make_runner(what, load))
     except UserError as error:
         return Result(what, None, str(error))
-    theirs = OnnxRuntimeEngine(bundle)
-    try:
-        return engines_agree(what, ours, theirs, tokens, threshold)
-    finally:
-        ours.close()
-        theirs.close()
-
-
-def engines_agree(what: str, ours, theirs, tokens: int, threshold: float) -> Result:
-    """Feeds one random text, then compares the distributions of the next token at every position."""
-    length = min(tokens, ours.capacity or tokens, theirs.capacity or tokens)
-    text = np.random.default_rng(0).integers(0, theirs.vocab, length)
-    divergences, same = [], 0
-    for position, token in enumerate(text):
-        if position and position % ours.boundary == 0:
-            ours.compact(position)
-            theirs.compact(position)
-        a, b = (np.array(e.step(text[position : position + 1], position, np.zeros(1, np.int64))[0], np.float64) for e in (theirs, ours))
-        same += int(a.argmax() == b.argmax())
-        a, b = (x - x.max() - np.log(np.exp(x - x.max()).sum()) for x in (a, b))
-        divergences.append(float((np.exp(a) * (a - b)).sum()))
-    mean, worst = float(np.mean(divergences)), float(np.max(divergences))
-    detail = f"mean KL {mean:.2e}, largest {worst:.2e} nats, same best token {same} of {length} times (mean KL at most {threshold:g})"
-    return Result(what, bool(np.isfinite(mean) and mean <= threshold), detail)
+    except NativeError as error:
+        return Result(what, False, str(error))
+    return Result(what, found.passes(threshold), found.words(threshold))

@@ -31,6 +31,7 @@ HEADERS_PACKAGE = "kernel-lens==2.0.1"
 HEADERS_HASH = "07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0"
 HEADERS_FOLDER = "kernel_lens/include/tensorrt/"
 SYSTEM_INCLUDES = ("/usr/include", "/usr/include/aarch64-linux-gnu", "/usr/include/x86_64-linux-gnu", "/usr/local/tensorrt/include")
+NVCC_PLACES = ("/usr/local/cuda/bin/nvcc",)  # where it is not on PATH
 ARCHITECTURES = ("86", "87", "89", "90", "110", "120")
 # The ops for ONNX Runtime's CUDA provider, which are in the same library.
 ORT_CUDA = (
@@ -76,7 +77,7 @@ def fetch_headers(target: Path) -> None:
 
 
 def find_nvcc() -> str:
-    found = shutil.which("nvcc") or next((p for p in ("/usr/local/cuda/bin/nvcc",) if Path(p).exists()), None)
+    found = shutil.which("nvcc") or next((p for p in NVCC_PLACES if Path(p).exists()), None)
     if not found:
         raise SystemExit("nvcc was not found; install the CUDA toolkit or put its bin folder on PATH.")
     return found

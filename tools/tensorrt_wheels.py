@@ -4,6 +4,9 @@ builder that run without a GPU (TensorRT-RTX), two generations of the plugin reg
 compiler, and libraries for ARM. About 700 MB on disk, none of it in the virtual environment.
 
     python tools/tensorrt_wheels.py      prints the folder; does nothing when it is complete
+
+What cannot be had here (nvcc, a package, headers) is one line on standard error and exit code 3, so that a caller can tell it from a test that
+fails.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from build_plugin import find_nvcc, tensorrt_headers
 
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "tensorrt-wheels"
 # Folder -> packages. Versions are pinned: the tests say what was seen with these.
@@ -26,7 +31,21 @@ WHEELS = {
 }
 
 
+MISSING = 3  # exit code
+
+
 def main() -> None:
+    try:
+        find_nvcc()
+        fetch_wheels()
+        tensorrt_headers()
+    except SystemExit as missing:
+        print(missing, file=sys.stderr)
+        raise SystemExit(MISSING) from None
+    print(FOLDER)
+
+
+def fetch_wheels() -> None:
     for name, packages in WHEELS.items():
         target = FOLDER / name
         if target.exists():
@@ -41,7 +60,6 @@ def main() -> None:
     link = FOLDER / "rtx" / "tensorrt_rtx_libs" / "libtensorrt_rtx.so"
     if not link.exists():
         link.symlink_to("libtensorrt_rtx.so.1")
-    print(FOLDER)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,16 @@ from edgekv.cli import _common
 @click.command()
 @_common.bundle_argument
 @click.option("--engine-folder", type=click.Path(path_type=Path), help="Folder of the TensorRT engine; default: BUNDLE.engine beside the bundle.")
-@click.option("--tokens", type=click.IntRange(8, 1 << 16), default=256, show_default=True, help="Length of the text that is compared.")
+@click.option("--tokens", type=click.IntRange(8, 2048), default=256, show_default=True, help="Length of the text that is compared.")
 @click.option("--threshold", type=click.FloatRange(0, min_open=True), default=0.1, show_default=True, help="Largest mean KL divergence (nats) between engines.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_common.verify_option
 def command(bundle: Path, engine_folder: Path | None, tokens: int, threshold: float, as_json: bool, verify: bool) -> None:
-    """Compare what runs BUNDLE here: the CPU kernels, the CUDA kernels and the TensorRT engine.
+    """Compare what runs BUNDLE here: kernels and engines on the CPU and the GPU.
 
-    Each kernel is compared with the NumPy reference on the bundle's own layers, and TensorRT's logits with ONNX Runtime's on a
-    text. Without a GPU the CUDA parts are left out and named. Exit code 1 when something differs.
+    Each kernel is compared with the NumPy reference on the bundle's own layers, and each engine's logits with those of ONNX Runtime on
+    the CPU, token by token (needs polygraphy, of edgekv[tensorrt]). What cannot be checked, without a GPU for instance, is named. Exit
+    code 1 when something differs.
     """
     from edgekv import bundle as bundles
     from edgekv import checks

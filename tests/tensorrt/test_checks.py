@@ -10,7 +10,7 @@ from fake_tensorrt import FakeDevice
 from test_tensorrt_engine import Place, library  # noqa: F401
 from tiny_bundle import make
 
-from edgekv import checks, layout
+from edgekv import checks, comparison, layout
 from edgekv.cli.verify import command
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.engine.tensorrt import TensorRTEngine
@@ -51,29 +51,53 @@ def test_layers_of_one_shape_are_checked_once(tmp_path):
 
 def test_engines_that_agree_and_one_that_does_not(tmp_path, library):  # noqa: F811
     place = Place(tmp_path, library)
-    theirs = OnnxRuntimeEngine(place.bundle)
-    ours = TensorRTEngine(place.bundle, trt=fake_tensorrt, device=FakeDevice(library))
-    result = checks.engines_agree("engines", ours, theirs, 100, 0.01)
-    assert result.passed and "same best token" in result.detail
+    feeds = comparison.text_blocks(place.bundle.model["vocab"], place.bundle.boundary, 100)
+    assert {len(f["tokens"]) for f in feeds} == set(range(1, comparison.BLOCK + 1)) and sum(len(f["tokens"]) for f in feeds) == 100
+    reference = comparison.Comparison(comparison.make_runner("cpu", lambda: OnnxRuntimeEngine(place.bundle), one_by_one=True), feeds)
 
-    for engine in (ours, theirs):
-        engine.reset()
-    step = ours.step
-    ours.step = lambda tokens, position, rows: step(tokens[::-1] ^ 1, position, rows)
-    assert checks.engines_agree("engines", ours, theirs, 100, 0.01).passed is False
-    ours.close()
-    theirs.close()
+    def load(**change):
+        engine = TensorRTEngine(place.bundle, max_rows=comparison.BLOCK, trt=fake_tensorrt, device=FakeDevice(library))
+        for name, value in change.items():
+            setattr(engine, name, value(getattr(engine, name)))
+        return engine
+
+    result = checks.engine_agrees("engines", reference, load, 0.01)
+    assert result.passed and "same best token" in result.detail
+    result = checks.engine_agrees("engines", reference, lambda: load(step=lambda step: lambda t, p, r: step(t[::-1] ^ 1, p, r)), 0.01)
+    assert result.passed is False
+
+    def broken(tokens, position, rows):
+        return np.full((len(rows), place.bundle.model["vocab"]), np.nan, np.float32)
+
+    assert checks.engine_agrees("engines", reference, lambda: load(step=lambda _: broken), 0.01).passed is False
+    result = checks.engine_agrees("engines", reference, lambda: TensorRTEngine(place.bundle, tmp_path / "none", trt=fake_tensorrt), 0.01)
+    assert result.passed is None and "no engine" in result.detail
 
 
 def test_the_command_works_without_a_gpu(tmp_path, monkeypatch):
+    """ONNX Runtime alone: kernels against the reference, blocks of tokens against single ones; the rest is named."""
     bundle = make(tmp_path / "bundle")
     monkeypatch.setattr(checks, "usable_device", lambda: (None, "no CUDA device (test)"))
     done = CliRunner().invoke(command, [str(bundle.folder), "--json"])
     assert done.exit_code == 0, done.output
-    results = {r["what"].split()[0]: r for r in json.loads(done.output)}
-    assert results["CPU"]["passed"] is True and results["CUDA"]["passed"] is None and results["TensorRT"]["passed"] is None
-    assert "no CUDA device" in results["CUDA"]["detail"]
+    results = json.loads(done.output)
+    assert [r["passed"] for r in results] == [True, None, True, None, None]
+    assert "no CUDA device" in results[1]["detail"] and "onnxruntime-gpu" in results[3]["detail"] and "no CUDA device" in results[4]["detail"]
+    assert "same best token 256 of 256 times" in results[2]["detail"]
 
     monkeypatch.setitem(checks.TOLERANCE, layout.ELEMENTS["fp16"], 1e-12)
     done = CliRunner().invoke(command, [str(bundle.folder)])
     assert done.exit_code == 1 and "WRONG" in done.output and "not checked" in done.output
+
+    monkeypatch.undo()
+    monkeypatch.setattr(comparison, "polygraphy_missing", lambda: True)
+    done = CliRunner().invoke(command, [str(bundle.folder)])
+    assert done.exit_code == 0 and done.output.count(comparison.MISSING) == 3
+
+
+@pytest.mark.parametrize("how", [{"keep": "full"}, {"keep": "heavy"}, {"cache": "selfindex", "kept": 64}], ids=str)
+def test_every_kind_of_bundle_can_be_verified(tmp_path, how):
+    bundle = make(tmp_path / "bundle", **how)
+    done = CliRunner().invoke(command, [str(bundle.folder), "--tokens", "80", "--json"])
+    assert done.exit_code == 0, done.output
+    assert [r["passed"] for r in json.loads(done.output)].count(True) >= 1

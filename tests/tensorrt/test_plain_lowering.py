@@ -40,7 +40,8 @@ def test_slots_cost_at_most_two_intervals_more():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"), [({"keep": 2}, "Heavy hitters"), ({"positions": 1}, "--positions original"), ({"keep": 1, "sinks": 20}, "at most 16 sinks")]
+    ("change", "sentence"), [({"keep": 2}, "Heavy hitters"), ({"positions": 1}, "--positions original"), ({"keep": 1, "sinks": 20}, "at most 16 sinks"),
+     ({"format": 1}, "Compressed caches"), ({"head_dim": 64}, "thin keys")],
 )
 def test_policies_that_need_the_plugin_are_refused(change, sentence):
     with pytest.raises(UserError, match=sentence):

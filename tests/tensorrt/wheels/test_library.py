@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from build_plugin import PLUGINS
+from build_plugin import PLUGINS, find_nvcc
 from plugin_build import WHEELS, cached_build
 
 
@@ -97,7 +97,7 @@ def ptxas(log: str) -> dict[tuple[str, str], dict[str, int]]:
 @pytest.fixture(scope="module")
 def report(headers):
     command = lambda out: [  # noqa: E731
-        "nvcc", "-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-I{headers}", str(PLUGINS / "cuda/api.cu"), "-o", str(out),
+        find_nvcc(), "-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-I{headers}", str(PLUGINS / "cuda/api.cu"), "-o", str(out),
     ]  # fmt: skip
     logs = ""
     for arch in ("87", "110"):
