@@ -3,7 +3,8 @@
 A bundle is made for ONNX Runtime, whose contrib operators (MatMulNBits, GatherBlockQuantized, FusedMatMul) and newer ONNX operators
 (RMSNormalization, opset 23) TensorRT's parser does not know. Here each becomes standard operators of opset 21:
 
-  BoundedCacheAttention   the plugin's five or seven inputs: packed q, k, v are split
+  BoundedCacheAttention   the plugin's inputs: packed q, k, v are split
+  SignVQRetrieval         the plugin's inputs. Its slots are bits, which only the attention reads; the state passes through it
   MatMulNBits, 4 bits     DequantizeLinear of int4 blocks and a MatMul. TensorRT's int4 has no zero point, so w = (c - z) s is
                           written as (c - 8) s + (8 - z) s; the second part is the same for a whole block, so it meets only
                           the block's sum of x: a MatMul 32 times narrower. Exact, not a second quantisation.
@@ -84,6 +85,8 @@ class Lowering:
         self._sums: dict[str, str] = {}  # x -> the sums of its blocks
         self._summed: dict[str, str] = {}  # x with block sums appended -> x
         self._wide: dict[str, str] = {}
+        self._split: dict[str, list[str]] = {}  # packed q, k, v -> each on its own
+        self._searched: dict[str, str] = {}  # a state -> the same after retrieval
         self._made = 0
         self.exact = self._exact_values()
 
@@ -111,7 +114,7 @@ class Lowering:
         makers = {out: node for node in self.model.graph.node for out in node.output}
         roots = [out for node in self.model.graph.node if node.op_type in ("Cos", "Sin") for out in node.output]
         for node in self.model.graph.node:
-            if node.op_type == "BoundedCacheAttention":
+            if node.op_type in ("BoundedCacheAttention", "SignVQRetrieval"):
                 roots += list(node.input[5:7])
         exact: set[str] = set()
         while roots:
@@ -175,6 +178,7 @@ class Lowering:
             return
         rules = {
             ("edgekv", "BoundedCacheAttention"): self.attention,
+            ("edgekv", "SignVQRetrieval"): self.retrieval,
             ("edgekv", "AppendBlockSums"): lambda node: self._summed.update({node.output[0]: node.input[0]}),
             ("com.microsoft", "MatMulNBits"): self.matmul_nbits,
             ("com.microsoft", "GatherBlockQuantized"): self.gather_blocks,
@@ -247,30 +251,44 @@ class Lowering:
         self.emit("Cast", [scaled], self.real, name=node.output[0], to=self.real)
 
     def attention(self, node: NodeProto) -> None:
-        params, given = attention_params(node), [*node.input, "", ""]
-        inputs = [*self.rows(node, params), given[3], given[4]]
-        if params["fused_rotary"]:
-            inputs += [self.value(x, exact=True) for x in given[5:7]]
-        kept = {name: params[name] for name, _, _ in layout.FIELDS}
-        self.nodes.append(
-            helper.make_node(
-                "BoundedCacheAttention", inputs, list(node.output), name=f"cache.{params['layer']}", domain="edgekv",
-                plugin_namespace="edgekv", plugin_version="1", **kept,
-            )
-        )  # fmt: skip
+        params, given = attention_params(node), [*node.input, "", "", ""]
+        slots = [given[7]] if layout.is_selfindex(params) else []
+        if slots == [""]:
+            raise UserError(f"The compressed cache of layer {params['layer']} is not searched; export the bundle again with this edgekv.")
+        inputs = [*self.rows(node, params), given[3], self._searched.get(given[4], given[4]), *self.tables(params, given), *slots]
+        self.plugin(node.op_type, f"cache.{params['layer']}", inputs, list(node.output), params)
         self.kinds.update({node.output[0]: self.real, node.output[1]: TensorProto.INT8})
+
+    def retrieval(self, node: NodeProto) -> None:
+        params, given = attention_params(node), [*node.input, "", "", ""]
+        state = self._searched[given[4]] = f"{given[4]}.searched"
+        inputs = [self.rows(node, params)[0], given[3], given[4], *self.tables(params, given)]
+        self.plugin(node.op_type, f"retrieval.{params['layer']}", inputs, [node.output[0], state], params)
+        self.kinds.update({node.output[0]: TensorProto.INT32, state: TensorProto.INT8})
+
+    def plugin(self, op_type: str, name: str, inputs: list[str], outputs: list[str], params: dict) -> None:
+        kept = {field: params[field] for field, _, _ in layout.FIELDS}
+        self.nodes.append(helper.make_node(op_type, inputs, outputs, name=name, domain="edgekv", plugin_namespace="edgekv", plugin_version="1", **kept))
+
+    def tables(self, params: dict, given: list[str]) -> list[str]:
+        """Cosines and sines of a node that rotates."""
+        return [self.value(x, exact=True) for x in given[5:7]] if params["fused_rotary"] else []
 
     def rows(self, node: NodeProto, params: dict) -> list[str]:
         """Queries, keys and values of an attention node, unpacked. UserError when the node projects keys, which our plugin cannot."""
         if params["head_dim"]:
             raise UserError("This bundle projects its keys to fewer numbers, for which there are no GPU kernels yet; run it with --engine onnxruntime.")
         q, k, v = node.input[:3]
+        if not k and q in self._split:
+            return self._split[q]
         if not k:
+            packed = q
             widths = [params["q_heads"] * params["key_dim"], params["kv_heads"] * params["key_dim"], params["kv_heads"] * params["value_dim"]]
             sizes = self.number("trt.split." + "_".join(map(str, widths)), widths)
             q = self.emit("Split", [self.value(q), sizes], self.real, outputs=3, axis=-1)
-            q, k, v = (q[:-1] + str(i) for i in range(3))
-        return [self.value(x) for x in (q, k, v)]
+            self._split[packed] = [q[:-1] + str(i) for i in range(3)]
+            return self._split[packed]
+        return [self.value(x) if x else "" for x in (q, k, v)]
 
     def matmul_nbits(self, node: NodeProto) -> None:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}

@@ -38,8 +38,9 @@ ORT_CUDA = (
     "ort/cuda/append_block_sums.cu", "ort/cuda/bounded_cache_attention.cpp", "ort/cuda/cuda_op.cpp", "ort/cuda/register.cpp",
     "ort/kernel_io.cpp", "ort/step_inputs.cpp",
 )  # fmt: skip
-SOURCES = ("cuda/api.cu", "trt/device.cu", "trt/cache_attention.cpp", "trt/creator.cpp", *ORT_CUDA)
-EMULATED = ("cuda/api.cu", "emulation/emulation.cpp", "emulation/device.cpp", "trt/cache_attention.cpp", "trt/creator.cpp", *ORT_CUDA)
+TENSORRT = ("trt/cache_attention.cpp", "trt/creator.cpp", "trt/plugin.cpp", "trt/sign_vq_retrieval.cpp")
+SOURCES = ("cuda/api.cu", "trt/device.cu", *TENSORRT, *ORT_CUDA)
+EMULATED = ("cuda/api.cu", "emulation/emulation.cpp", "emulation/device.cpp", *TENSORRT, *ORT_CUDA)
 
 
 def tensorrt_headers(given: str | None = None) -> Path:

@@ -81,11 +81,6 @@ def command(
     from edgekv.engine import tensorrt_manifest
 
     opened = bundles.open_bundle(bundle, verify)
-    if opened.compressed:
-        raise UserError(
-            f"{bundle} has a compressed cache, for which there are no GPU kernels yet; run it with --engine onnxruntime, or export with "
-            "--cache dense."
-        )
     precision = choose_precision(opened, precision)
     target = output or tensorrt_manifest.default_folder(opened)
     if target.exists() and not check and not force:

@@ -1,6 +1,6 @@
 """The cache states of all layers in device memory, for every engine that runs the CUDA kernels: one arena, compaction, reports.
 
-The host never reads keys and values, only the headers, and those for reports.
+The host never reads keys and values, only the headers, and those for reports. How many tokens a body holds follows from the position.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import numpy as np
 
 from edgekv import layout, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy
+from edgekv.engine import Occupancy, Reads
 from edgekv.engine.device import ON_DEVICE, Device
 from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory
+from edgekv.engine.index import Index
 from edgekv.errors import CacheFullError, NativeError, UserError
+from edgekv.retrieval import Retrieval
 
 
 def padded(size: int) -> int:
@@ -49,7 +51,8 @@ class DeviceCache:
         tables = [np.asarray(bundle.inv_freq(i), np.float32) for i in range(len(self._params))]
         self._inv_freq = [memory.upload(t) if t.size else 0 for t in tables]
         self._fresh = [self._beginning(p) for p in self._params]  # what reset copies; zeros follow
-        self._header = memory.host((layout.HEADER.itemsize,), np.uint8)
+        self._headers = memory.host((len(self._params), layout.HEADER.itemsize), np.uint8)  # copies, as of the last look at them
+        self._index = Index(bundle, self._headers)
         self._hidden = memory.host((len(self._params), 2), np.int32)  # hidden_from, hidden_to
         self.observe = max(p.observe if p.score == layout.SCORES["attention"] else 0 for p in self._params)
         self._held_queries: list[int] = []  # memory for what hold_queries finds, taken when it is first needed
@@ -88,6 +91,52 @@ class DeviceCache:
         """Shapes of inputs of the cache that depend on the step: none."""
         return {}
 
+    # ---- retrieval from compressed layers
+
+    @property
+    def retrieval(self) -> Retrieval | None:
+        return self._index.amount
+
+    def retrieve(self, amount: Retrieval, rerank: int | None) -> None:
+        self._index.retrieve(amount, rerank)
+
+    def reads(self) -> Reads:
+        self._read_headers()
+        return self._index.reads()
+
+    def attend_to_all(self) -> bool:
+        """Queues what makes the next steps attend to every compressed token; False: they do not retrieve."""
+        self._send(self._index.attend_to_all())
+        return False
+
+    def choose(self) -> bool:
+        """Queues what makes the next steps retrieve; whether they do."""
+        self._send(self._index.choose())
+        return any(self._fields(header)["retrieve"][0] for header in self._headers)
+
+    @staticmethod
+    def _fields(header: np.ndarray) -> np.ndarray:
+        return header.view(layout.HEADER)
+
+    def _send(self, changed: bool) -> None:
+        at = layout.HEADER.fields["retrieve"][1]
+        for params, state, header in zip(self._params, self._states, self._headers, strict=True):
+            if changed and params.format == layout.FORMATS["selfindex"]:
+                self.memory.write(state + at, header[at : at + 8])  # retrieve, rerank
+
+    def _read_headers(self) -> None:
+        for header, state in zip(self._headers, self._states, strict=True):
+            self.memory.read(header, state)
+        self.memory.wait()
+
+    def _grown(self, position: int) -> None:
+        """Bodies fill up before anything is evicted, so their counts need not be read."""
+        self._tail_base = position
+        for params, header in zip(self._params, self._headers, strict=True):
+            apart = params.sinks if params.format == layout.FORMATS["selfindex"] else 0  # tokens with planes of their own
+            self._fields(header)["body_count"] = min(max(position - apart, 0), params.body_slots)
+        self._index.grown()
+
     @property
     def arena(self) -> np.ndarray:
         """A copy of all states, uint8 [bytes of the arena]; taking it waits for the device."""
@@ -100,7 +149,10 @@ class DeviceCache:
 
     def look(self, window: int | None) -> None:
         lanes, at = layout.LANES, layout.HEADER.fields["hidden_from"][1]
+        self._index.limit(window)
         for index, (params, state) in enumerate(zip(self._params, self._states, strict=True)):
+            if params.format == layout.FORMATS["selfindex"]:
+                continue
             kept = min(self._tail_base, params.body_slots)  # while everything fits everything is kept
             end = 0 if window is None else (kept - window) // lanes * lanes
             self._hidden[index] = (lanes, end) if end > lanes else 0
@@ -134,15 +186,16 @@ class DeviceCache:
     def compact(self, position: int) -> int:
         """Queues the compaction of every layer; returns by how much ranks now differ from places in the text."""
         rank = min(position, self._rank_limit) if self._ranked else position
-        for params in self._params:
-            if params.keep == layout.KEEPS["full"] and position > params.body_slots:
-                raise CacheFullError(f"layer {params.layer} holds {params.body_slots} tokens and evicts none")
+        for params, layer in zip(self._params, self.bundle.layers, strict=True):
+            held = layout.held_tokens(layer["params"])
+            if params.keep == layout.KEEPS["full"] and position > held:
+                raise CacheFullError(f"layer {params.layer} holds {held} tokens and evicts none")
         if self._holds_queries:
             self._copy_queries(back=True)
             self._holds_queries = False
         for params, table, state in zip(self._params, self._inv_freq, self._states, strict=True):
             self.memory.device.compact(params, table, state, position, rank, self._workspace, self.memory.stream)
-        self._tail_base = position
+        self._grown(position)
         return position - rank
 
     def reset(self) -> None:
@@ -150,7 +203,7 @@ class DeviceCache:
             self.memory.write(state, fresh)
             self.memory.clear(state + fresh.nbytes, layer["bytes"] - fresh.nbytes)
         self.memory.wait()
-        self._tail_base = 0
+        self._grown(0)
         self._holds_queries = False
 
     def state_hash(self, position: int) -> int:
@@ -162,13 +215,13 @@ class DeviceCache:
 
     def occupancy(self, position: int) -> Occupancy:
         used, most, tail = 0, None, position - self._tail_base
-        for params, state in zip(self._params, self._states, strict=True):
-            self.memory.read(self._header, state)
-            self.memory.wait()
-            header = self._header.view(layout.HEADER)
-            kept, evicted = int(header["body_count"][0]) + tail, int(header["evicted"][0])
-            element = 2 if params.element == layout.ELEMENTS["fp16"] else 4
-            used += kept * params.kv_heads * (params.key_dim + params.value_dim) * element
+        self._read_headers()
+        for layer, header in zip(self.bundle.layers, self._headers, strict=True):
+            params, body, evicted = layer["params"], int(self._fields(header)["body_count"][0]), int(self._fields(header)["evicted"][0])
+            in_full = tail + (min(params["sinks"], self._tail_base) if layout.is_selfindex(params) else 0)
+            whole = (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
+            kept = body + in_full
+            used += params["kv_heads"] * (body * layout.token_bytes(params) + in_full * whole)
             if most is None or kept > most[0]:
                 most = kept, evicted
         return Occupancy(self.bundle.arena_bytes, used, *most)

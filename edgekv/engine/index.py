@@ -16,7 +16,8 @@ from edgekv.retrieval import Retrieval, parse_retrieval
 class Index:
     """Sets `retrieve` and `rerank` in every compressed layer's header, only when they change.
 
-    states  uint8 [bytes] of every layer, where they lie while the engine runs
+    states  uint8 [bytes] of every layer, at least the header, where they lie while the engine runs; or copies, which an engine
+            with states elsewhere keeps up to date and sends there when something was set
 
     A percentage is of the tokens that are compressed at the moment, so it is resolved anew after every compaction.
     """
@@ -46,17 +47,19 @@ class Index:
         """At most so many tokens per row, chosen by their codes alone; None: as many as usual."""
         self._limit = tokens
 
-    def attend_to_all(self) -> None:
-        """The next step is of a prompt."""
-        if self._said != ("all", None):
-            for fields in self._fields:
-                fields[:] = 0, 1
-            self._said = "all", None
+    def attend_to_all(self) -> bool:
+        """The next step is of a prompt. Whether headers were written."""
+        if self._said == ("all", None):
+            return False
+        for fields in self._fields:
+            fields[:] = 0, 1
+        self._said = "all", None
+        return True
 
-    def choose(self) -> None:
-        """The next step retrieves."""
+    def choose(self) -> bool:
+        """The next step retrieves. Whether headers were written."""
         if self._said == ("some", self._limit):
-            return
+            return False
         for header, fields in zip(self._headers, self._fields, strict=True):
             count = int(header["body_count"][0])
             wanted = self.amount.resolve(count)
@@ -65,6 +68,7 @@ class Index:
             else:
                 fields[:] = wanted, self.rerank
         self._said = "some", self._limit
+        return True
 
     def reads(self) -> Reads:
         traffic = np.sum([header["traffic"][0] for header in self._headers], axis=0, dtype=np.uint64)

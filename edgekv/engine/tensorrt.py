@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 
 from edgekv.bundle import Bundle, sha256_file
-from edgekv.engine import Occupancy, tensorrt_manifest
+from edgekv.engine import Occupancy, Reads, tensorrt_manifest
 from edgekv.engine.device import Device
 from edgekv.engine.device_cache import DeviceCache, padded
 from edgekv.engine.device_memory import DeviceMemory
 from edgekv.engine.ring_cache import RingCache
 from edgekv.engine.tensorrt_build import load_plugins
 from edgekv.errors import NativeError, UserError
+from edgekv.retrieval import Retrieval
 
+RETRIEVING_ROWS = 16  # of a step that retrieves (kSideBySideRows of plugins/cuda); the kernels answer longer ones with NaN
 GRAPH_AFTER = 2  # runs of a shape before it is captured: TensorRT allocates in the first
 _MAX_GRAPHS = 32
 
@@ -87,7 +89,6 @@ class TensorRTEngine:
             raise UserError(f"The engine gives at most {most_rows} rows of logits, {max_rows} are needed; build it with --rows {max_rows}.")
         self.vocab = bundle.model["vocab"]
         self.capacity = bundle.capacity
-        self.retrieval = None
         self._tail_base = 0
         self._graphs: dict[tuple[int, int], int] = {}
         self._runs: dict[tuple[int, int], int] = {}
@@ -161,7 +162,39 @@ class TensorRTEngine:
         """A copy of the cache, uint8; taking it waits for the device."""
         return self._cache.arena
 
+    @property
+    def retrieval(self) -> Retrieval | None:
+        return self._cache.retrieval if self._plugin else None
+
+    def retrieve(self, amount: Retrieval, rerank: int | None = None) -> None:
+        if not self._plugin:
+            raise UserError("This cache is not compressed, so every token is attended to; export with --cache selfindex to retrieve.")
+        self._cache.retrieve(amount, rerank)
+
+    def reads(self) -> Reads:
+        return self._cache.reads()
+
+    def read(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        if self._plugin:
+            self._cache.attend_to_all()
+        return self._run(tokens, position, rows)
+
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        if self._plugin and self._cache.choose() and len(tokens) > RETRIEVING_ROWS:
+            return self._parts(tokens, position, rows)
+        return self._run(tokens, position, rows)
+
+    def _parts(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        """A long block whose rows retrieve, in parts that the kernels take; a row does not depend on how it is cut."""
+        rows, logits = np.asarray(rows), np.empty((len(rows), self.vocab), np.float32)
+        for first in range(0, len(tokens), RETRIEVING_ROWS):
+            part = tokens[first : first + RETRIEVING_ROWS]
+            wanted = np.flatnonzero((rows >= first) & (rows < first + len(part)))
+            found = self._run(part, position + first, rows[wanted] - first if len(wanted) else np.zeros(1, np.int64))
+            logits[wanted] = found[: len(wanted)]
+        return logits
+
+    def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         count, wanted = len(tokens), len(rows)
         if not (1 <= count <= self.chunk and 1 <= wanted <= self.max_rows):
             raise NativeError(f"a step of {count} tokens and {wanted} rows is outside 1..{self.chunk} and 1..{self.max_rows}")

@@ -15,7 +15,7 @@ LEAST_WITHOUT_PLUGIN = (10, 15)  # TensorScatter: caches that TensorRT itself up
 # Bytes of host memory that building takes at its peak, per byte of weights, beside a fixed part (docs/tensorrt.md: measured).
 PEAK_PER_WEIGHT_BYTE, PEAK_FIXED = 3.0, 900 << 20
 _loaded: set[tuple[str, str]] = set()  # (TensorRT, library) of this process
-PLUGINS = {("edgekv", "BoundedCacheAttention")}
+PLUGINS = {("edgekv", "BoundedCacheAttention"), ("edgekv", "SignVQRetrieval")}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 // From attributes to plugins. The fields come from attributes.def, so that they cannot drift from the other adaptors.
 #include <cstdio>
 #include <cstring>
-#include <new>
 
 #include "cache_attention.h"
+#include "sign_vq_retrieval.h"
 
 namespace edgekv {
 namespace trt {
@@ -77,29 +77,18 @@ std::vector<PluginField> fields_of(const LayerParams& p) {
   };
 }
 
-CacheAttentionCreator::CacheAttentionCreator() {
-  static const LayerParams defaults;
-  fields_ = fields_of(defaults);
-  collection_ = {int32_t(fields_.size()), fields_.data()};
-}
-
-nvinfer1::IPluginV3* CacheAttentionCreator::createPlugin(const char* name, const nvinfer1::PluginFieldCollection* given,
-                                                         nvinfer1::TensorRTPhase) noexcept {
-  LayerParams p;
+bool params_of(const char* plugin, const char* name, const nvinfer1::PluginFieldCollection* given, LayerParams& p) {
   char sentence[256];
   const char* wrong = given ? read_params(*given, p) : "every attribute";
-  if (wrong) {
-    std::snprintf(sentence, sizeof(sentence), "BoundedCacheAttention %s: attribute %s is not one number of the right kind", name ? name : "", wrong);
-    log_error(sentence);
-    return nullptr;
-  }
-  const char* refused = p.head_dim ? "this plugin stores keys as they come and cannot project them (attribute head_dim)" : check_params(p);
-  if (refused) {
-    std::snprintf(sentence, sizeof(sentence), "BoundedCacheAttention %s: %s", name ? name : "", refused);
-    log_error(sentence);
-    return nullptr;
-  }
-  return new (std::nothrow) CacheAttention(p);
+  const char* projected = p.head_dim ? "this plugin stores keys as they come and cannot project them (attribute head_dim)" : nullptr;
+  const char* refused = wrong ? nullptr : projected ? projected : check_params(p);
+  if (!wrong && !refused) return true;
+  if (wrong)
+    std::snprintf(sentence, sizeof(sentence), "%s %s: attribute %s is not one number of the right kind", plugin, name ? name : "", wrong);
+  else
+    std::snprintf(sentence, sizeof(sentence), "%s %s: %s", plugin, name ? name : "", refused);
+  log_error(sentence);
+  return false;
 }
 
 }  // namespace trt
@@ -108,9 +97,10 @@ nvinfer1::IPluginV3* CacheAttentionCreator::createPlugin(const char* name, const
 // The two functions that registry.load_library() looks for. Registration by TensorRT's own macro would need a symbol of libnvinfer
 // when the library is loaded, and so would tie it to one version.
 extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
-  static edgekv::trt::CacheAttentionCreator creator;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&creator};
-  count = 1;
+  static edgekv::trt::Creator<edgekv::trt::CacheAttention> attention;
+  static edgekv::trt::Creator<edgekv::trt::SignVQRetrieval> retrieval;
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &retrieval};
+  count = 2;
   return creators;
 }
 

@@ -113,9 +113,9 @@ def test_nothing_to_retrieve_from_a_dense_bundle(source):
         assert "--cache selfindex" in refused(*arguments)
 
 
-def test_a_device_without_kernels_for_it_is_refused_before_anything_is_built(source, tmp_path):
+def test_an_engine_without_the_plugin_is_refused_before_anything_is_built(source, tmp_path):
     made = replan(source, tmp_path / "packed", PACKED, None, check_parity=False)
-    assert "no GPU kernels yet" in refused("build", made.folder)
+    assert "cannot be built without edgekv's plugin" in refused("build", made.folder, "--no-plugin")
 
 
 @pytest.mark.parametrize(("asked", "retrieved"), [([], 24), (["--retrieve", "100%"], 276), (["--retrieve", "8", "--rerank", "1"], 8)])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from edgekv.engine.device import Device
@@ -73,9 +75,29 @@ class _Context:
         return True
 
 
+def to_cpu_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Gives our plugins' nodes of a lowered graph the inputs and outputs that the CPU operators have."""
+    searched: dict[str, str] = {}
+    for node in model.graph.node:
+        given = list(node.input)
+        if node.op_type == "SignVQRetrieval":  # the state passes through the plugin
+            q, position, state, *tables = given
+            searched[node.output.pop()] = state
+            given = [q, "", "", position, state, *tables]
+        elif node.op_type == "BoundedCacheAttention":
+            tables = given[5:7] if any(a.name == "fused_rotary" and a.i for a in node.attribute) else ["", ""]
+            slots = given[-1:] if given[4] in searched else []
+            given = [*given[:4], searched.get(given[4], given[4]), *tables, *slots]
+        del node.input[:]
+        node.input.extend(given)
+    return model
+
+
 class _Engine:
     def __init__(self, path: str):
-        self._session = ort.InferenceSession(path, session_options(1), providers=["CPUExecutionProvider"])
+        changed = Path(path).with_name("cpu.onnx")  # beside the weights
+        onnx.save(to_cpu_operators(onnx.load(path, load_external_data=False)), changed)
+        self._session = ort.InferenceSession(str(changed), session_options(1), providers=["CPUExecutionProvider"])
         self._names = [x.name for x in (*self._session.get_inputs(), *self._session.get_outputs())]
         self.num_io_tensors = len(self._names)
 

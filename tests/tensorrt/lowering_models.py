@@ -35,8 +35,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", positions: str = "original") -> Bundle:
-    """A bundle of a random two-layer model with a vocabulary of bytes; boundary interval 32, chunk 32."""
+def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", positions: str = "original", **packed) -> Bundle:
+    """A bundle of a random two-layer model with a vocabulary of bytes; boundary interval 32, chunk 32. packed: fields of a policy with
+    format = selfindex."""
     kind, options = SHAPES[name]
     torch.manual_seed(0)
     common = {"vocab_size": 260, "num_hidden_layers": 2, "max_position_embeddings": 512, "bos_token_id": 256, "eos_token_id": 257}
@@ -50,9 +51,9 @@ def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", p
     model.save_pretrained(source)
     byte_tokenizer().save(str(source / "tokenizer.json"))
     policy = CachePolicy(
-        keep=keep, sinks=0 if keep == "full" else 4, window=16 if keep == "heavy" else 0, observe=32 if keep == "heavy" else 0,
-        score="attention" if keep == "heavy" else None, score_normalise=keep == "heavy", element="fp16", positions=positions, boundary=32,
+        keep=keep, sinks=0 if keep == "full" and not packed else 4, window=16 if keep == "heavy" else 0, observe=32 if keep == "heavy" else 0,
+        score="attention" if keep == "heavy" else None, score_normalise=keep == "heavy", element="fp16", positions=positions, boundary=32, **packed,
     )  # fmt: skip
     budget = None if keep == "full" else parse_budget("128tok")
-    target = folder / f"{name}-{weights}-{keep}"
+    target = folder / "-".join([name, weights, keep, *([packed["format"]] if packed else [])])
     return export(str(source), target, Options(policy, budget, weights, context=512, chunk=32, check_parity=False, force=True))

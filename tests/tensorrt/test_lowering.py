@@ -5,6 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from fake_tensorrt import to_cpu_operators
 from lowering_models import tiny
 
 from edgekv import layout, native
@@ -12,6 +13,7 @@ from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
 from edgekv.errors import UserError
 from edgekv.export.to_tensorrt import OPSET, Lowering, attention_params, lower
 from edgekv.export.to_tensorrt_data import Blocks, Sink, Source
+from edgekv.retrieval import parse_retrieval
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 75)
 BLOCKS = [(0, 1), (1, 20), (21, 11), (32, 32), (64, 5)]  # token ranges, none across a boundary of 32
@@ -42,11 +44,14 @@ def bundle_logits(bundle) -> np.ndarray:
 
 def lowered_logits(bundle, graph, half: bool) -> np.ndarray:
     """Runs a lowered graph on ONNX Runtime, whose op takes float32 only: casts go around the attention nodes first."""
-    model = onnx.load(graph)
+    model = to_cpu_operators(onnx.load(graph))
     if half:
         nodes = []
         for node in model.graph.node:
-            if node.op_type == "BoundedCacheAttention":
+            if node.op_type == "SignVQRetrieval":
+                nodes += [helper.make_node("Cast", [node.input[0]], [f"{node.name}.q"], to=TensorProto.FLOAT), node]
+                node.input[0] = f"{node.name}.q"
+            elif node.op_type == "BoundedCacheAttention":
                 for i in range(3):
                     nodes.append(helper.make_node("Cast", [node.input[i]], [f"{node.name}.{i}"], to=TensorProto.FLOAT))
                     node.input[i] = f"{node.name}.{i}"
@@ -83,6 +88,11 @@ def lowered_logits(bundle, graph, half: bool) -> np.ndarray:
             for i, (p, state) in enumerate(zip(params, states)):
                 native.compact(p, state, end, rank, np.asarray(bundle.inv_freq(i), np.float32) if p.rotary_dim else None)
             shift = end - rank
+            for layer, state in zip(bundle.layers, states):
+                if layout.is_selfindex(layer["params"]):
+                    header = state[: layout.HEADER.itemsize].view(layout.HEADER)
+                    header["retrieve"] = parse_retrieval(bundle.manifest["policy"]["retrieve"]).resolve(int(header["body_count"][0]))
+                    header["rerank"] = bundle.manifest["policy"]["rerank"]
     return np.concatenate(out)
 
 
@@ -106,6 +116,33 @@ def test_lowered_graphs_compute_the_same(folder, tmp_path, name, weights):
         # The bundle's own 4- and 8-bit products round activations to 8 bits (accuracy level 4), TensorRT's do not.
         bound = 0.12 if weights in ("int4", "int8") else 0.03 if half else 2e-4
         assert np.abs(got - want).max() <= bound * max(spread, 1) * (4 if bound == 0.12 else 1), (half, np.abs(got - want).max(), spread)
+
+
+PACKED = {"format": "selfindex", "value_bits": 4, "retrieve": "20", "rerank": 2}
+
+
+@pytest.mark.parametrize(("name", "weights"), [("llama", "fp32"), ("llama", "int4"), ("gpt2", "fp32")])
+def test_a_compressed_cache_is_lowered(folder, tmp_path, name, weights):
+    """Retrieval before every attention to a compressed body; one reader per state, so that nothing has to be copied."""
+    bundle = tiny(folder, name, weights, "full", **PACKED)
+    made = lower(bundle, tmp_path, half=weights != "fp32")
+    model = onnx.load(made.graph, load_external_data=False)
+    nodes = [n for n in model.graph.node if n.domain == "edgekv"]
+    assert [n.op_type for n in nodes] == ["SignVQRetrieval", "BoundedCacheAttention"] * 2
+    rotates = name == "llama"
+    for index, (search, attend) in enumerate(zip(nodes[::2], nodes[1::2])):
+        assert len(search.input) == (5 if rotates else 3) and len(attend.input) == (8 if rotates else 6) and all((*search.input, *attend.input))
+        assert search.input[2] == f"state.{index}" and attend.input[4] == search.output[1] and attend.input[-1] == search.output[0]
+        for state in (search.input[2], search.output[1]):
+            assert sum(state in n.input for n in model.graph.node) == 1
+        assert search.attribute == attend.attribute
+    splits = [n for n in model.graph.node if n.op_type == "Split" and n.input[1].startswith("trt.split")]
+    assert len(splits) in (0, 2)  # packed queries, keys and values are taken apart once
+    want, got = bundle_logits(bundle), lowered_logits(bundle, made.graph, weights != "fp32")
+    if weights == "fp32":
+        assert np.abs(got - want).max() <= 2e-4 * max(want.std(), 1)
+    else:  # rounded otherwise, a row now and then retrieves another token
+        assert np.abs(got - want).mean() <= 0.1 * want.std()
 
 
 def test_every_node_is_what_a_parser_of_opset_21_knows(folder, tmp_path):

@@ -19,6 +19,7 @@ from edgekv.errors import CacheFullError, NativeError, UserError
 from edgekv.export.to_tensorrt import lower
 from edgekv.export.to_tensorrt_plain import lower_plain
 from edgekv.generation.session import Session
+from edgekv.retrieval import parse_retrieval
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,56 @@ def test_the_same_text_without_the_plugin(tmp_path, library, how, graphs):
     assert greedy(engine, PROMPT, 60)[0] == want and engine.state_hash(position) == digest
     engine.close()
     assert not device.live and not device.recorded
+
+
+PACKED = {"keep": "full", "kept": 320, "context": 512, "sinks": 12, "cache": "selfindex", "element": "fp32"}
+
+
+@pytest.mark.parametrize("how", [{"retrieve": "24"}, {"retrieve": "24", "rerank": 1}, {"retrieve": "all"}, {"retrieve": "24", "keep": "heavy", "kept": 64}], ids=str)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_compressed_cache_gives_the_same_text_as_onnx_runtime(tmp_path, library, how, graphs):
+    """Prompt and answer over several compactions by the kernels; the same bytes of the cache at the end."""
+    place = Place(tmp_path, library, **(PACKED | how))
+    reference = OnnxRuntimeEngine(place.bundle, threads=1, max_rows=4)
+    device = FakeDevice(library, graphs=graphs)
+    engine = place.engine(device)
+    assert str(engine.retrieval) == how["retrieve"]
+    want, want_logits = greedy(reference, PROMPT, 60)
+    got, logits = greedy(engine, PROMPT, 60)
+    np.testing.assert_allclose(np.stack(logits), np.stack(want_logits), atol=2e-3)
+    assert got == want and (device.launches > 0) == graphs
+    position = len(PROMPT) + 60
+    assert engine.occupancy(position) == reference.occupancy(position)
+    if how.get("keep") != "heavy":
+        assert engine.state_hash(position) == reference.state_hash(position)
+    assert engine.reads() == reference.reads()
+    first = engine.state_hash(position)
+    engine.reset()
+    assert greedy(engine, PROMPT, 60)[0] == want and engine.state_hash(position) == first
+    engine.close()
+    assert not device.live and not device.recorded
+
+
+def test_retrieving_more_or_less(tmp_path, library):
+    """Settings reach the device before the next step, also while it drafts; long blocks go through in parts."""
+    place = Place(tmp_path, library, **PACKED, retrieve="24")
+    reference, engine = OnnxRuntimeEngine(place.bundle, threads=1, max_rows=32), place.engine(max_rows=32)
+    tokens = np.random.default_rng(0).integers(0, 256, 224)
+    for e in (reference, engine):
+        Session(e).feed(tokens.tolist())
+    seen = []
+    for amount, rerank, window in (("24", None, None), ("100%", None, None), ("8", 1, None), ("24", 4, None), ("24", 4, 8), ("5%", 2, None)):
+        for e in (reference, engine):
+            e.retrieve(parse_retrieval(amount), rerank)
+            e.look(window)
+        for count, rows in ((1, [0]), (7, [6, 0]), (32, list(range(32))), (20, [3, 19, 18]), (20, [2])):
+            want = reference.step(tokens[:count], 224, np.array(rows)).copy()
+            got = engine.step(tokens[:count], 224, np.array(rows))
+            np.testing.assert_allclose(got, want, atol=2e-3)
+        seen.append(want)
+        np.testing.assert_allclose(engine.read(tokens[:20], 224, np.array([3])), reference.read(tokens[:20], 224, np.array([3])), atol=2e-3)
+    assert len({x.tobytes() for x in seen}) == 4  # 24, all, 8 by their codes alone (asked for, and while drafting), 64
+    engine.close()
 
 
 def test_looking_at_a_part_of_the_cache(tmp_path, library):

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <memory>
 
-#include "trt/cache_attention.h"
+#include "trt/plugin.h"
 
 using namespace nvinfer1;
 
@@ -36,9 +36,15 @@ IPluginV3OneRuntime* runtime(IPluginV3* p) { return static_cast<IPluginV3OneRunt
 #define HARNESS extern "C" __attribute__((visibility("default")))
 
 // The plugin as an engine would hold it: created while building, serialised, created again when the engine is loaded, cloned. Null when refused.
-HARNESS IPluginV3* harness_create(const PluginField* fields, int32_t count) {
+HARNESS IPluginV3* harness_create(const char* name, const PluginField* fields, int32_t count) {
   int32_t creators = 0;
-  auto* creator = static_cast<IPluginCreatorV3One*>(getCreators(creators)[0]);
+  IPluginCreatorInterface* const* all = getCreators(creators);
+  IPluginCreatorV3One* creator = nullptr;
+  for (int32_t i = 0; i < creators; ++i) {
+    auto* one = static_cast<IPluginCreatorV3One*>(all[i]);
+    if (std::strcmp(one->getPluginName(), name) == 0) creator = one;
+  }
+  if (!creator) return nullptr;
   PluginFieldCollection given{count, fields};
   std::unique_ptr<IPluginV3> built(creator->createPlugin("built", &given, TensorRTPhase::kBUILD));
   if (!built) return nullptr;

@@ -72,6 +72,29 @@ def test_shapes_and_aliasing_as_tensorrt_sees_them(models, tmp_path, plugin, nam
     assert len(caches) == len(bundle.layers)
 
 
+@pytest.mark.parametrize("keep", ["full", "heavy"])
+def test_a_compressed_cache_is_built(models, tmp_path, plugin, keep):
+    """Both plugins of a layer, the state passing through retrieval into attention: accepted by the real parser and builder."""
+    bundle = tiny(models, "llama", "int4", keep, format="selfindex", retrieve="20")
+    made = lower(bundle, tmp_path)
+    messages: list[str] = []
+    logger = make_logger(trt, messages)
+    tensorrt_build.load_plugins(trt, plugin)
+    network = trt.Builder(logger).create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(made.graph)), messages
+    plugins = [network.get_layer(i) for i in range(network.num_layers) if network.get_layer(i).type == trt.LayerType.PLUGIN_V3]
+    assert len(plugins) == 2 * len(bundle.layers)
+    for search, layer in zip(plugins[::2], bundle.layers):
+        p = layer["params"]
+        slots, state = search.get_output(0), search.get_output(1)
+        assert tuple(slots.shape) == (p["kv_heads"], -1, p["body_slots"] // 32) and slots.dtype == trt.int32
+        assert tuple(state.shape) == (layer["bytes"],) and state.dtype == trt.int8
+    code, text = run(bundle.folder, "-o", tmp_path / "engine", "--rtx", "--sm", 86, "--plugin", plugin)
+    assert code == 0, text
+    assert (tmp_path / "engine" / "engine.plan").stat().st_size > 10_000
+
+
 def test_without_the_preview_feature_aliasing_is_refused(models, tmp_path, plugin, monkeypatch):
     """TensorRT checks that the state is updated in place; the feature our build asks for is what allows it."""
     bundle = tiny(models, "llama")

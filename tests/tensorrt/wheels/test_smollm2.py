@@ -21,6 +21,7 @@ POLICIES = {
     "full": (CachePolicy(keep="full", positions="original", boundary=64), None),
     "window": (CachePolicy(keep="window", sinks=4, positions="cache", boundary=64), "512tok"),
     "heavy": (CachePolicy(keep="heavy", score="attention", sinks=4, window=128, observe=64, positions="cache", boundary=64), "512tok"),
+    "selfindex": (CachePolicy(keep="full", format="selfindex", boundary=64), None),
 }
 
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
 def lowered(folder, keep, weights):
     policy, budget = POLICIES[keep]
     budget = parse_budget(budget) if budget else None
-    context = 2048 if keep == "full" else None
+    context = 2048 if policy.keep == "full" else None
     bundle = export(str(GGUF), folder / f"{keep}-{weights}", Options(policy, budget, weights, context=context, chunk=64, check_parity=False, force=True))
     target = folder / f"{keep}-{weights}.lowered"
     target.mkdir(exist_ok=True)
@@ -51,7 +52,7 @@ def test_every_policy_parses_and_is_built(folder, plugin, keep, weights):
     parser = trt.OnnxParser(network, logger)
     assert parser.parse_from_file(str(made.graph)), messages
     kinds = [network.get_layer(i).type for i in range(network.num_layers)]
-    assert kinds.count(trt.LayerType.PLUGIN_V3) == 30
+    assert kinds.count(trt.LayerType.PLUGIN_V3) == (60 if keep == "selfindex" else 30)  # retrieval and attention
     shapes = {network.get_output(i).name: tuple(network.get_output(i).shape) for i in range(network.num_outputs)}
     assert shapes["logits"] == (1, -1, 49152)
     assert all(shapes[f"state.{i}.out"] == (layer["bytes"],) for i, layer in enumerate(bundle.layers))
