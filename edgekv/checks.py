@@ -17,6 +17,7 @@ from edgekv.reference.self_index import SelfIndexCache
 
 # Largest difference of an attention output from the reference. Keys and values are stored alike, so only sums differ in order.
 TOLERANCE = {layout.ELEMENTS["fp32"]: 1e-4, layout.ELEMENTS["fp16"]: 2e-3}
+RETRIEVED = 40  # compressed tokens that rows retrieve in the second half of a text, by their codes
 MOST_SLOTS = 512  # kept tokens in these checks: the reference is slow and more slots are more of the same
 
 
@@ -59,7 +60,8 @@ def distinct_layers(bundle: Bundle) -> list[dict]:
         if params["head_dim"]:  # what is stored of thin keys knows no rotation
             params |= {"head_dim": 0, "rotary_dim": 0}
         slots = min(params["body_slots"], MOST_SLOTS)
-        params |= {"body_slots": slots, "window": min(params["window"], slots - params["sinks"])}
+        room = slots if layout.is_selfindex(params) else slots - params["sinks"]
+        params |= {"body_slots": slots, "window": min(params["window"], room)}
         if layout.is_selfindex(params):
             params["intervals"] = max(params["intervals"], slots // params["tail_slots"] + 2)
         key = tuple(v for n, v in params.items() if n != "layer")
@@ -86,8 +88,14 @@ class CpuCache:
         self.params, self.table = native.LayerParams(**params), table if table.size else None
         self.state = native.new_state(self.params)
 
+    def set_retrieval(self, tokens: int) -> None:
+        header = self.state[: layout.HEADER.itemsize].view(layout.HEADER)
+        header["retrieve"], header["rerank"] = tokens, 1
+
     def attend(self, q, k, v, position):
-        return native.attend(self.params, q, k, v, position, self.state, threads=2)
+        slots = native.retrieve(self.params, q, position, self.state) if self.params.format == layout.FORMATS["selfindex"] else None
+        chosen = slots if slots is not None and slots.size else None
+        return native.attend(self.params, q, k, v, position, self.state, threads=2, slots=chosen)
 
     def compact(self, position, rank_base):
         native.compact(self.params, self.state, position, rank_base, self.table)
@@ -102,7 +110,9 @@ class CudaCache:
         self.stream = device.stream()
         self.state = self.upload(native.new_state(self.params))
         self.table = self.upload(table) if table.size else 0
-        self.workspace = self.room(max(device.compact_workspace(self.params), device.step_workspace(self.params, params["tail_slots"])))
+        self.packed = layout.is_selfindex(params)
+        steps = device.step_workspace, *([device.retrieve_workspace] if self.packed else [])
+        self.workspace = self.room(max(device.compact_workspace(self.params), *(f(self.params, params["tail_slots"]) for f in steps)))
 
     def room(self, size: int) -> int:
         self.owned.append(self.device.alloc(max(size, 1)))
@@ -115,12 +125,20 @@ class CudaCache:
         self.device.wait(self.stream)
         return address
 
+    def set_retrieval(self, tokens: int) -> None:
+        fields, at = np.array([tokens, 1], np.int32), layout.HEADER.fields["retrieve"][1]
+        self.device.copy(self.state + at, fields.ctypes.data, fields.nbytes, TO_DEVICE, self.stream)
+        self.device.wait(self.stream)
+
     def attend(self, q, k, v, position):
         p, y = self.params, np.empty((len(q), self.params.q_heads, self.params.value_dim), np.float32)
         kept = len(self.owned)
         rows = [self.upload(np.asarray(x, np.float32)) for x in (q, k, v)]
         where, out = self.upload(np.array([position], np.int64)), self.room(y.nbytes)
-        self.device.step(p, self.state, *rows, len(q), where, out, self.workspace, self.stream)
+        slots = self.room(p.kv_heads * len(q) * p.body_slots // 8) if self.packed else 0
+        if slots:
+            self.device.retrieve(p, self.state, rows[0], len(q), where, slots, self.workspace, self.stream)
+        self.device.step(p, self.state, *rows, len(q), where, out, self.workspace, self.stream, slots)
         self.device.copy(y.ctypes.data, out, y.nbytes, TO_HOST, self.stream)
         self.device.wait(self.stream)
         while len(self.owned) > kept:
@@ -138,20 +156,25 @@ class CudaCache:
 
 
 def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) -> Result:
-    """A random text through the reference and through `make(params, table)`: prefill, decode, compactions until tokens are evicted."""
+    """A random text through the reference and through `make(params, table)`: prefill, decode, compactions until tokens are evicted. On a
+    compressed cache, rows of the second half retrieve."""
     random, interval = np.random.default_rng(0), params["tail_slots"]
     boundaries = params["body_slots"] // interval + (1 if params["keep"] == layout.KEEPS["full"] else 2)
     length = boundaries * interval
     q = random.standard_normal((length, params["q_heads"], params["key_dim"]), np.float32)
     k = random.standard_normal((length, params["kv_heads"], params["key_dim"]), np.float32)
     v = random.standard_normal((length, params["kv_heads"], params["value_dim"]), np.float32)
-    packed = layout.is_selfindex(params)
-    reference, worst, position = SelfIndexCache(params) if packed else ReferenceCache(params, table), 0.0, 0
+    packed, worst, position = layout.is_selfindex(params), 0.0, 0
+    reference = SelfIndexCache(params, rerank=1) if packed else ReferenceCache(params, table)
     cache = make(params, table)
     try:
         while position < length - 1:
             room = interval - position % interval
             rows = min(room, int(random.choice([1, 5, room])))
+            if packed and position >= length // 2:
+                rows = min(rows, 16)
+                reference.retrieve = RETRIEVED
+                cache.set_retrieval(RETRIEVED)
             part = slice(position, position + rows)
             difference = np.abs(cache.attend(q[part], k[part], v[part], position) - reference.attend(q[part], k[part], v[part], position))
             worst = max(worst, float(difference.max()) if np.isfinite(difference).all() else float("inf"))
@@ -159,7 +182,7 @@ def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) 
             if position % interval == 0 and position < length:
                 rank = min(position, params["body_slots"]) if params["positions"] else position
                 cache.compact(position, rank)
-                reference.compact(*([position] if packed else [position, rank]))
+                reference.compact(position) if packed else reference.compact(position, rank)
     except EdgekvError as error:
         return Result(what, False, str(error))
     finally:

@@ -77,6 +77,8 @@ class Device:
             ("edgekv_cuda_last_error", c_char_p, []),
             ("edgekv_cuda_step_workspace", c_longlong, [params, c_int]),
             ("edgekv_cuda_step", c_int, [params, c_void_p, ctypes.POINTER(CudaStep), c_void_p, c_void_p]),
+            ("edgekv_cuda_retrieve_workspace", c_longlong, [params, c_int]),
+            ("edgekv_cuda_retrieve", c_int, [params, c_void_p, ctypes.POINTER(CudaStep), c_void_p, c_void_p, c_void_p]),
             ("edgekv_cuda_compact_workspace", c_longlong, [params]),
             ("edgekv_cuda_compact", c_int, [params, c_void_p, c_void_p, c_longlong, c_longlong, c_void_p, c_void_p]),
         ):
@@ -153,15 +155,30 @@ class Device:
         return self.lib.edgekv_cuda_step_workspace(params, rows)
 
     def step(
-        self, params: LayerParams, state: int, q: int, k: int, v: int, rows: int, position: int, y: int, workspace: int, stream: int
+        self, params: LayerParams, state: int, q: int, k: int, v: int, rows: int, position: int, y: int, workspace: int, stream: int, slots: int = 0
     ) -> None:
         """Queues one step of one layer outside a model: q, k, v, y float32 [rows, heads, dim], position one int64, all addresses in
-        device memory. Rotation is left to the caller (fused_rotary = 0)."""
-        widths = ((params.q_heads, params.key_dim), (params.kv_heads, params.key_dim), (params.kv_heads, params.value_dim))
-        views = [CudaRows(address, heads * dim, dim) for address, (heads, dim) in zip((q, k, v), widths, strict=True)]
-        step = CudaStep(*views, 0, rows, None, None, 0, 0, position, y)
+        device memory. Rotation is left to the caller (fused_rotary = 0). Of a compressed cache: slots that `retrieve` found, 0 for all."""
+        step = self._rows(params, q, k, v, rows, position)
+        step.y, step.slots = y, slots or None
         if self.lib.edgekv_cuda_step(params, state, ctypes.byref(step), workspace, stream):
             raise NativeError(self.lib.edgekv_cuda_last_error().decode())
+
+    def retrieve_workspace(self, params: LayerParams, rows: int) -> int:
+        """Bytes of working memory for retrieval of up to `rows` rows."""
+        return self.lib.edgekv_cuda_retrieve_workspace(params, rows)
+
+    def retrieve(self, params: LayerParams, state: int, q: int, rows: int, position: int, slots: int, workspace: int, stream: int) -> None:
+        """Queues the choice of a compressed body's slots for up to 16 rows: uint32 [kv_heads, rows, body_slots / 32], one bit per slot."""
+        step = self._rows(params, q, q, q, rows, position)
+        if self.lib.edgekv_cuda_retrieve(params, state, ctypes.byref(step), slots, workspace, stream):
+            raise NativeError(self.lib.edgekv_cuda_last_error().decode())
+
+    @staticmethod
+    def _rows(params: LayerParams, q: int, k: int, v: int, rows: int, position: int) -> CudaStep:
+        widths = ((params.q_heads, params.key_dim), (params.kv_heads, params.key_dim), (params.kv_heads, params.value_dim))
+        views = [CudaRows(address, heads * dim, dim) for address, (heads, dim) in zip((q, k, v), widths, strict=True)]
+        return CudaStep(*views, 0, rows, None, None, 0, 0, position)
 
     def compact_workspace(self, params: LayerParams) -> int:
         """Bytes of working memory that a compaction of such a layer needs."""

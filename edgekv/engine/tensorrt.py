@@ -181,6 +181,7 @@ class TensorRTEngine:
 
     def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         if self._plugin and self._cache.choose() and len(tokens) > RETRIEVING_ROWS:
+            self._check(len(tokens), position, len(rows))
             return self._parts(tokens, position, rows)
         return self._run(tokens, position, rows)
 
@@ -194,12 +195,15 @@ class TensorRTEngine:
             logits[wanted] = found[: len(wanted)]
         return logits
 
-    def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
-        count, wanted = len(tokens), len(rows)
+    def _check(self, count: int, position: int, wanted: int) -> None:
         if not (1 <= count <= self.chunk and 1 <= wanted <= self.max_rows):
             raise NativeError(f"a step of {count} tokens and {wanted} rows is outside 1..{self.chunk} and 1..{self.max_rows}")
         if not 0 <= position - self._tail_base <= self.boundary - count:
             raise NativeError(f"{count} tokens after position {position} do not fit the tail that starts at {self._tail_base}")
+
+    def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+        count, wanted = len(tokens), len(rows)
+        self._check(count, position, wanted)
         self._fields["input_ids"][:count] = tokens
         self._fields["position"][0] = position
         self._fields["rows"][:wanted] = rows

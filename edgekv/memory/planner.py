@@ -202,5 +202,5 @@ def policies(profile: Profile, element: str = "fp16") -> Sequence[tuple[str, Cac
 
 
 def compresses(profile: Profile) -> bool:
-    """Whether what decodes on this device has kernels for compressed caches."""
+    """Whether a compressed cache is worth proposing: its kernels on GPUs have not been timed yet."""
     return profile.data["decode_on"] == "cpu"

@@ -16,7 +16,12 @@ from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.engine.tensorrt import TensorRTEngine
 
 
-@pytest.mark.parametrize("how", [{"keep": "full"}, {"keep": "window"}, {"keep": "heavy", "element": "fp32"}], ids=str)
+PACKED = {"keep": "full", "kept": 128, "context": 512, "sinks": 12, "cache": "selfindex"}
+
+
+@pytest.mark.parametrize(
+    "how", [{"keep": "full"}, {"keep": "window"}, {"keep": "heavy", "element": "fp32"}, PACKED, PACKED | {"keep": "heavy", "value_bits": 2}], ids=str
+)
 def test_cpu_and_cuda_kernels_agree_with_the_reference(tmp_path, library, how):  # noqa: F811
     bundle = make(tmp_path / "bundle", **how)
     (params,) = checks.distinct_layers(bundle)
