@@ -79,14 +79,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
             geometry = trace.discover(hollow)
         if options.policy.positions == "original":  # fail early; rotary frequencies are known only after tracing
             plan(options.policy, geometry, options.budget, context)
-        readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
-
-        report("tracing", None, None)
-        with _sentences(f"{source.name} ({source.config.model_type}) could not be turned into a graph"):
-            traced = trace.trace(hollow, len(geometry))
-            graph.bind(traced, readers)
-            report("simplifying the graph", None, None)
-            rotations = graph.simplify(traced)
+        traced, rotations = _trace(source, hollow, len(geometry), report)
         geometry = whole = _complete(traced, geometry, rotations)
         thin = into_graph.apply(traced, source, options.keys, geometry, context, report)
         geometry = thin.geometry if thin else geometry
@@ -116,6 +109,27 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         report("sealing", None, None)
         bundle.seal(partial, manifest)
     return bundle.open_bundle(target, verify=False)
+
+
+def whole_geometry(source: load.Source, context: int, report: Report) -> list[LayerGeometry]:
+    """What every layer of a model stores, its rotation included; the graph that tells is thrown away. UserError as for an export."""
+    hollow = _build(source)
+    rope.freeze(hollow, context)
+    with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
+        geometry = trace.discover(hollow)
+    traced, rotations = _trace(source, hollow, len(geometry), report)
+    return _complete(traced, geometry, rotations)
+
+
+def _trace(source: load.Source, hollow: Any, layers: int, report: Report) -> tuple[Any, dict[int, Rotation]]:
+    """The simplified graph of a hollow model, with weights that are read when they are asked for, and the rotation of each layer."""
+    readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
+    report("tracing", None, None)
+    with _sentences(f"{source.name} ({source.config.model_type}) could not be turned into a graph"):
+        traced = trace.trace(hollow, layers)
+        graph.bind(traced, readers)
+        report("simplifying the graph", None, None)
+        return traced, graph.simplify(traced)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "edgekv":
                 raise
-            extra = "pip install 'edgekv[export]'" if cmd_name == "export" else "pip install --force-reinstall edgekv"
+            extra = "pip install 'edgekv[export]'" if cmd_name in ("export", "finetune") else "pip install --force-reinstall edgekv"
             raise UserError(f"`edgekv {cmd_name}` needs the Python package {error.name!r}: {extra}.") from None
 
     def invoke(self, ctx: click.Context) -> Any:

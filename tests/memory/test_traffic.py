@@ -40,10 +40,12 @@ class Fed:
         p = self.params
         q, k, v = (
             self.random.standard_normal((rows, heads, dim), np.float32)
-            for heads, dim in ((p["q_heads"], p["key_dim"]), (p["kv_heads"], p["key_dim"]), (p["kv_heads"], p["value_dim"]))
+            for heads, dim in ((p["q_heads"], layout.given_dim(p)), (p["kv_heads"], layout.given_dim(p)), (p["kv_heads"], p["value_dim"]))
         )
+        maps = {name: np.ones((heads, p["head_dim"], p["key_dim"]), np.float32) for name, heads in
+                (("query_map", p["q_heads"]), ("key_map", p["kv_heads"])) if p["head_dim"]}  # fmt: skip
         before = self.view.header["traffic"].copy()
-        native.attend(self.struct, q, k, v, self.position, self.state)
+        native.attend(self.struct, q, k, v, self.position, self.state, **maps)
         counted = dict(zip(layout.TRAFFIC, (self.view.header["traffic"] - before).tolist()[: len(layout.TRAFFIC)], strict=True))
         if commit:
             self.position += rows
@@ -77,6 +79,7 @@ class Fed:
 POLICIES = {
     "full": {"keep": 0, "body_slots": 320},
     "window": {"keep": 1, "sinks": 4},
+    "thin-keys": {"keep": 1, "sinks": 4, "key_dim": 4, "head_dim": 8},
     "window-without-sinks": {"keep": 1},
     "heavy": {"keep": 2, "sinks": 4, "window": 16, "observe": 16},
     "heavy-unobserved": {"keep": 2, "sinks": 1, "window": 8},

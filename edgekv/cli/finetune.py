@@ -1,0 +1,72 @@
+"""`edgekv finetune`: trains the query and key side of a model with keys of few numbers; needs the extra `edgekv[export]`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import click
+
+
+@click.command("finetune", short_help="Train a model to do with thinner keys.")
+@click.argument("model")
+@click.option("-o", "--output", "target", required=True, type=click.Path(path_type=Path), help="Folder of the new model.")
+@click.option("--key-rank", "rank", required=True, help="Numbers per key: 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
+@click.option("--text", "texts", multiple=True, required=True, type=click.Path(path_type=Path), help="UTF-8 text to train on; several times for several.")
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Training steps.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences per step, over all processes.")
+@click.option("--length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a sequence.")
+@click.option("--rate", type=click.FloatRange(0, 1, min_open=True), default=3e-3, show_default=True,
+              help="Size of a step relative to the numbers that it changes.")  # fmt: skip
+@click.option("--loss", type=click.Choice(["distill", "text", "both"]), default="distill", show_default=True,
+              help="Learn the full model's predictions, the text itself, or both.")  # fmt: skip
+@click.option("--calibrate-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens to find the first maps with.")
+@click.option("--calibrate-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps of them per layer.")
+@click.option("--control/--no-control", default=True, show_default=True, help="Train whole keys on the same data too and give their perplexity (text, both).")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--save-every", type=click.IntRange(1), help="Steps between checkpoints; default once a minute.")
+@click.option("--fresh", is_flag=True, help="Start over instead of going on with an unfinished training.")
+@click.option("--force", is_flag=True, help="Replace a folder that is there already.")
+@click.pass_context
+def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...], **options) -> None:
+    """Trains MODEL (a Hugging Face directory, a hub id or a .gguf file) so that its keys have --key-rank numbers. Only queries and keys
+    learn; the rank holds by construction. Ctrl-C keeps the work, and the same command goes on with it.
+
+    The result is a model directory for `edgekv export`. On several GPUs or processes: accelerate launch -m edgekv finetune MODEL ...
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from edgekv.export.thin import finetune
+
+    console, interrupted = Console(stderr=True, highlight=False), threading.Event()
+    before = signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame) if interrupted.is_set() else interrupted.set())
+    columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    try:
+        with Progress(*columns, console=console) as progress:
+            task, current = progress.add_task("starting", total=None), "starting"
+
+            def report(stage: str, done: int | None, total: int | None) -> None:
+                nonlocal task, current
+                if stage.split(",")[0] != current:
+                    progress.stop_task(task)
+                    task, current = progress.add_task(stage, total=total), stage.split(",")[0]
+                progress.update(task, description=stage, completed=done or 0, total=total)
+
+            figures = finetune.make_model(model, target, finetune.Options(texts=texts, **options), report, lambda step: interrupted.is_set())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if figures is None:
+        console.print(f"Stopped. The same command goes on with the work in {target}.training.", markup=False)
+        ctx.exit(130)
+    if not figures:  # another process than the first
+        return
+    full = figures["perplexity_full"]
+    shown = [f"{name} {figures[key]:.2f} ({figures[key] / full - 1:+.1%})" for name, key in
+             (("before", "perplexity_thin_before"), ("after", "perplexity_thin_after"), ("same-data control with whole keys", "perplexity_control"))
+             if figures[key] is not None]  # fmt: skip
+    console.print(f"{target}: perplexity on {figures['validation_tokens']} held-out tokens: full keys {full:.2f}, thin " + ", ".join(shown), markup=False)
+    if figures["loss"] == "distill":
+        console.print("The control of a distillation is the full model itself: it has nothing to learn from its own predictions.", markup=False)
+    console.print(f"Use it with: edgekv export {target} -o BUNDLE", markup=False)

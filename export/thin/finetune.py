@@ -1,0 +1,207 @@
+"""`edgekv finetune`: from a model and texts to a model directory whose keys have few numbers, with the same-data control beside it.
+
+Work in progress lies in a folder beside the result, so that a run which was stopped goes on where it ended; it is removed when the
+result is complete. The result is an ordinary model directory with one more file, the key maps, and `edgekv export` finds those.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer
+
+from edgekv.errors import UserError
+from edgekv.export import exporter, load, parity, rope
+from edgekv.export.quiet import quiet
+from edgekv.export.thin import make, maps, ranks, train, trainable
+
+RECORD = "edgekv_finetune.json"  # figures of the run, beside the result's weights
+CARRIED = ("tokenizer*", "chat_template*", "generation_config.json", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
+
+Report = Callable[[str, int | None, int | None], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. control: train whole keys on the same data too."""
+
+    rank: str
+    texts: tuple[Path, ...]
+    steps: int = 200
+    batch: int = 8
+    length: int = 512
+    rate: float = 3e-3
+    loss: str = "distill"
+    calibrate_tokens: int = make.TOKENS
+    calibrate_steps: int = make.STEPS
+    control: bool = True
+    seed: int = 0
+    save_every: int | None = None
+    fresh: bool = False
+    force: bool = False
+
+    def training(self) -> dict[str, Any]:
+        """What a run depends on, for telling whether one can be resumed."""
+        wanted = asdict(self)
+        for name in ("fresh", "force", "save_every"):
+            del wanted[name]
+        return {**wanted, "texts": [str(path.resolve()) for path in self.texts]}
+
+
+def make_model(
+    model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None, stop: Callable[[int], bool] = lambda step: False
+) -> dict[str, Any] | None:
+    """Writes the fine-tuned model to `target` and returns its figures; None when `stop` ended the training early (its work is kept).
+
+    UserError (nothing left but work to resume) when that is not possible. Every process of a run calls this.
+    """
+    wanted = ranks.parse(options.rank)
+    if target.exists() and not options.force:
+        raise UserError(f"{target} exists already; give another name or --force to replace it.")
+    accelerator = Accelerator()
+    if options.batch % accelerator.num_processes:
+        raise UserError(f"--batch {options.batch} cannot be shared evenly by {accelerator.num_processes} processes.")
+    main = accelerator.is_main_process
+    say: Report = report if main else lambda stage, done, total: None
+    source = load.find(model, lambda text: say(f"loading: {text}", None, None))
+    if maps.load(source.folder) is not None:
+        raise UserError(f"{source.name} has thin keys already; fine-tune the model that it was made from.")
+    parity.check_memory(source)
+    context = rope.choose_context(source.config, None)
+    plain = make.load_model(source, context)
+    corpus = _corpus(source, options, int(plain.get_output_embeddings().weight.shape[0]), context)
+    work = target.parent / f"{target.name}.training"
+    if main:
+        _claim(work, source, options)
+    accelerator.wait_for_everyone()
+    start = _start(plain, source, corpus, wanted, options, context, work, accelerator, say)
+
+    names = trainable.key_side(plain, corpus.training[0, :8])
+    schedule = train.Schedule(options.steps, options.batch, options.rate, options.loss, context, options.seed, options.save_every)
+    teacher = trainable.ThinModel(trainable.twin(plain, names), None)
+    teacher.requires_grad_(False)
+    student = _student(plain, names, start)
+    before = _measure(teacher, student, corpus, accelerator, say)
+
+    def learn(what: str, thin: trainable.ThinModel, file: str) -> bool:
+        return train.train(
+            thin, teacher, corpus, schedule, accelerator, work / file,
+            lambda step, steps, loss: say(f"{what}, loss {loss:.3f} nats", step, steps), stop,
+        )  # fmt: skip
+
+    if not learn("training", student, "training.pt"):
+        return None
+    control = None
+    if options.control and options.loss != "distill" and names:  # a whole model has nothing to learn from itself
+        whole = _student(trainable.twin(plain, names), names, None)
+        with torch.no_grad():  # from where the student began
+            for name, p in whole.model.named_parameters():
+                p.copy_(dict(teacher.model.named_parameters())[name])
+        if not learn("training the control", whole, "control.pt"):
+            return None
+        control = train.perplexity(whole, corpus.validation, accelerator.device) if main else None
+    figures = None
+    if main:
+        say("measuring", None, None)
+        figures = _finish(source, student, names, corpus, accelerator, target, work, options, before, control)
+    accelerator.wait_for_everyone()
+    return figures if main else {}
+
+
+def _student(model: Any, names: list[str], start: list[maps.KeyMaps] | None) -> trainable.ThinModel:
+    trainable.only_these(model, names)
+    return trainable.ThinModel(model, start)
+
+
+def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> train.Corpus:
+    tokenizer, ids = Tokenizer.from_str(source.tokenizer), []
+    for path in options.texts:
+        ids += [i for i in tokenizer.encode(make.read_text(path), add_special_tokens=False).ids if i < vocab]
+    length = min(options.length, context)
+    corpus = train.Corpus.cut(ids, length)
+    if corpus is None:
+        raise UserError(f"The texts have {len(ids)} tokens and at least {2 * length} are needed; give more text or a shorter --length.")
+    return corpus
+
+
+def _claim(work: Path, source: load.Source, options: Options) -> None:
+    """Makes the folder of the run, empty unless it is the same one as before."""
+    asked = json.loads(json.dumps({"model": source.name, "checkpoint_bytes": source.checkpoint.bytes, **options.training()}))
+    record = work / "options.json"
+    if work.exists():
+        if not record.is_file():
+            raise UserError(f"{work} is in the way: it is not the work of `edgekv finetune`. Move it or give another name.")
+        if options.fresh:
+            shutil.rmtree(work)
+        elif json.loads(record.read_text()) != asked:
+            raise UserError(f"{work} belongs to a fine-tune with other options; give those to go on with it, or --fresh to start over.")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(asked, indent=1))
+    except OSError as error:
+        raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
+
+
+def _start(
+    plain: Any, source: load.Source, corpus: train.Corpus, wanted: ranks.KeyRank, options: Options, context: int, work: Path, accelerator: Any, say: Report
+) -> list[maps.KeyMaps]:
+    """Calibrated maps to begin with; the first process makes them, once."""
+    folder = work / "start"
+    if accelerator.is_main_process and not (folder / maps.FILE).is_file():
+        geometry = exporter.whole_geometry(source, context, say)
+        count = max(make.LEAST_CHUNKS, min(len(corpus.training), options.calibrate_tokens // corpus.training.shape[1]))
+        found = make.calibrated(plain, corpus.training[:count] if len(corpus.training) >= count else corpus.training, geometry, wanted, options.calibrate_steps, context, say)
+        fresh = work / "start.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        maps.save(fresh, found.maps)
+        fresh.rename(folder)
+    accelerator.wait_for_everyone()
+    return maps.load(folder)
+
+
+def _measure(teacher: trainable.ThinModel, student: trainable.ThinModel, corpus: train.Corpus, accelerator: Any, say: Report) -> dict[str, float]:
+    if not accelerator.is_main_process:
+        return {}
+    say("measuring", None, None)
+    return {"full": train.perplexity(teacher, corpus.validation), "before": train.perplexity(student, corpus.validation)}
+
+
+def _finish(
+    source: load.Source, student: trainable.ThinModel, names: list[str], corpus: train.Corpus, accelerator: Any, target: Path, work: Path,
+    options: Options, before: dict[str, float], control: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Saves the model as it was stored before, in its own number format, and measures it as saved."""
+    stored = getattr(source.config, "dtype", None) or torch.float32
+    with torch.no_grad():  # what is measured is what is saved
+        for name, p in student.model.named_parameters():
+            if name in names:
+                p.copy_(p.to(stored).float())
+    figures = {
+        "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
+        "loss": options.loss, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
+        "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,
+    }  # fmt: skip
+    partial = work / "result"
+    shutil.rmtree(partial, ignore_errors=True)
+    with quiet():
+        student.model.cpu().to(stored).save_pretrained(partial)
+    for pattern in CARRIED:
+        for path in source.folder.glob(pattern):
+            if not (partial / path.name).exists():
+                shutil.copyfile(path, partial / path.name)
+    maps.save(partial, student.maps())
+    (partial / RECORD).write_text(json.dumps(figures, indent=1))
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    shutil.rmtree(work, ignore_errors=True)
+    return figures

@@ -1,0 +1,76 @@
+"""A model whose keys have a bounded rank by construction, and the few parameters of it that a fine-tune may change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from edgekv.export.thin.attention import Session, using
+from edgekv.export.thin.maps import KeyMaps
+
+
+class ThinModel(torch.nn.Module):
+    """model(ids) through maps that are parameters themselves: whatever they learn, scores of a layer have rank `rank`.
+
+    maps None: the model with whole keys (teacher, control).
+    """
+
+    def __init__(self, model: Any, maps: Sequence[KeyMaps] | None):
+        super().__init__()
+        self.model = model
+        self.query_maps = torch.nn.ParameterList([torch.nn.Parameter(m.query.clone()) for m in maps or ()])
+        self.key_maps = torch.nn.ParameterList([torch.nn.Parameter(m.key.clone()) for m in maps or ()])
+
+    def forward(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """ids int64 [B, T], read from position `start` on: logits float32 [B, T, vocab]."""
+        places = (start + torch.arange(ids.shape[1], device=ids.device))[None].expand(ids.shape[0], -1)
+        maps = {i: KeyMaps(q, k) for i, (q, k) in enumerate(zip(self.query_maps, self.key_maps, strict=True))}
+        with using(Session(maps)):
+            return self.model(input_ids=ids, position_ids=places, use_cache=False).logits
+
+    def maps(self) -> list[KeyMaps]:
+        return [KeyMaps(q.detach().cpu().clone(), k.detach().cpu().clone()) for q, k in zip(self.query_maps, self.key_maps, strict=True)]
+
+
+def key_side(model: Any, ids: torch.Tensor) -> list[str]:
+    """Names of the parameters inside the attention modules that queries or keys depend on and values do not: ids int64 [T] are read to
+    see. In a model that makes all three with one matrix there are none, and the maps alone are trained."""
+    seen: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+
+    def tap(layer, module, q, k, v, scores):
+        weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(layer)).to(x) for x in (q, k, v)]
+        seen[layer] = (module, (q * weights[0]).sum() + (k * weights[1]).sum(), (v * weights[2]).sum())
+
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    model.requires_grad_(True)
+    try:
+        with using(Session(tap=tap)):
+            model(input_ids=ids[None], use_cache=False)
+        names = {id(p): name for name, p in model.named_parameters()}
+        found = []
+        for layer in sorted(seen):
+            module, keys, values = seen[layer]
+            inside = list(module.parameters())
+            of_keys = torch.autograd.grad(keys, inside, allow_unused=True, retain_graph=True)
+            of_values = torch.autograd.grad(values, inside, allow_unused=True, retain_graph=True)
+            found += [names[id(p)] for p, a, b in zip(inside, of_keys, of_values, strict=True) if a is not None and b is None]
+        return found
+    finally:
+        for name, p in model.named_parameters():
+            p.requires_grad_(wanted[name])
+
+
+def only_these(model: Any, names: Sequence[str]) -> None:
+    chosen = set(names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+
+
+def twin(model: Any, names: Sequence[str]) -> Any:
+    """A copy that has its own numbers for the named parameters and shares all others."""
+    chosen = set(names)
+    shared = {id(p): p for name, p in model.named_parameters() if name not in chosen} | {id(b): b for b in model.buffers()}
+    return copy.deepcopy(model, shared)

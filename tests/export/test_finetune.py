@@ -1,0 +1,178 @@
+"""Fine-tuning for thin keys: what changes, what holds, and that neither an interruption nor a second process does anything to it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from tiny_models import make
+
+from edgekv.bundle import open_bundle
+from edgekv.cli import main
+from edgekv.errors import UserError
+from edgekv.export.thin import finetune, maps, trainable
+from edgekv.export.thin.finetune import Options
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+OPTIONS = {"rank": "50%", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"The {i}th keeper of the lighthouse wrote {i * i} letters. " for i in range(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def run(model, target, text, losses=None, stop=lambda step: False, **changes):
+    def report(stage, done, total):
+        if losses is not None and stage.startswith("training, loss"):
+            losses.append(stage)
+
+    return finetune.make_model(str(model), target, Options(texts=(text,), **{**OPTIONS, **changes}), report, stop)
+
+
+@pytest.fixture(scope="module")
+def tuned(llama, text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned") / "thin"
+    losses = []
+    figures = run(llama, folder, text, losses, loss="both", rate=0.02)
+    return folder, figures, losses
+
+
+def test_only_queries_and_keys_changed_and_the_rank_holds(llama, tuned):
+    folder, figures, losses = tuned
+    before, after = tensors(llama), tensors(folder)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{w}_proj.weight" for i in range(2) for w in "qk"}
+    assert figures["trained_weights"] == len(changed) and len(losses) == 4
+    made = maps.load(folder)
+    for index, layer in enumerate(made):
+        assert layer.rank == 8 == figures["ranks"][index]
+        for head in range(4):
+            assert torch.linalg.matrix_rank(layer.query[head] @ layer.key[head // 2].T) <= 8
+    assert not (folder.parent / f"{folder.name}.training").exists()
+    for name in ("perplexity_full", "perplexity_thin_before", "perplexity_thin_after", "perplexity_control"):
+        assert figures[name] > 1
+    assert json.loads((folder / finetune.RECORD).read_text()) == figures
+
+
+def test_training_helps(llama, text, tmp_path):
+    figures = run(llama, tmp_path / "thin", text, steps=30, loss="text", rate=0.02)
+    assert figures["perplexity_thin_after"] < figures["perplexity_thin_before"]
+    assert figures["perplexity_control"] < figures["perplexity_full"]
+
+
+def test_the_result_is_exported_like_any_model(tuned, tmp_path):
+    folder, figures, _ = tuned
+    result = CliRunner().invoke(main, ["export", str(folder), "-o", str(tmp_path / "bundle"), "--context", "128", "--weights", "fp32", "--kv-type", "fp32"])
+    assert result.exit_code == 0, result.output  # the parity gate among it: logits equal those of the model with these maps
+    made = open_bundle(tmp_path / "bundle")
+    assert made.manifest["keys"]["ranks"] == figures["ranks"] and all(layer["params"]["key_dim"] == 8 for layer in made.layers)
+    with pytest.raises(UserError, match="has thin keys already"):
+        run(folder, tmp_path / "again", tuned[0] / "config.json")
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
+    target = tmp_path / "thin"
+    assert run(llama, target, text, loss="both", rate=0.02, stop=lambda step: step == 2) is None
+    assert not target.exists() and (tmp_path / "thin.training" / "training.pt").is_file()
+    with pytest.raises(UserError, match="other options"):
+        run(llama, target, text, loss="text", rate=0.02)
+    figures = run(llama, target, text, loss="both", rate=0.02)
+    assert figures == tuned[1]
+    for name, tensor in tensors(tuned[0]).items():
+        assert torch.equal(tensor, tensors(target)[name]), name
+    for a, b in zip(maps.load(tuned[0]), maps.load(target), strict=True):
+        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+
+
+def command(model, target, text, *more):
+    return [
+        "finetune", str(model), "-o", str(target), "--key-rank", "50%", "--text", str(text), "--steps", "4", "--batch", "4", "--length", "32",
+        "--calibrate-tokens", "256", "--calibrate-steps", "2", "--loss", "both", "--rate", "0.02", *more,
+    ]  # fmt: skip
+
+
+def test_a_killed_run_goes_on(llama, text, tuned, tmp_path):
+    target, saved = tmp_path / "thin", tmp_path / "thin.training" / "training.pt"
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "edgekv", *command(llama, target, text, "--save-every", "1")],
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not saved.is_file() and killed.poll() is None:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not target.exists() or killed.returncode == 0
+    result = CliRunner().invoke(main, command(llama, target, text)) if not target.exists() else None
+    assert result is None or result.exit_code == 0, result.output
+    for name, tensor in tensors(tuned[0]).items():
+        assert torch.equal(tensor, tensors(target)[name]), name
+
+
+def test_two_processes_lose_what_one_does(llama, text, tuned, tmp_path):
+    target = tmp_path / "thin"
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no", "--main_process_port", "0", "-m", "edgekv", *command(llama, target, text)],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    two, one = json.loads((target / finetune.RECORD).read_text()), tuned[1]
+    assert two["perplexity_thin_after"] == pytest.approx(one["perplexity_thin_after"], rel=1e-4)
+    assert two["perplexity_control"] == pytest.approx(one["perplexity_control"], rel=1e-4)
+    last = re.findall(r"training, loss ([\d.]+)", done.stderr)
+    assert not last or float(last[-1]) == pytest.approx(float(re.search(r"[\d.]+", tuned[2][-1])[0]), abs=2e-3)
+    for name, tensor in tensors(tuned[0]).items():
+        torch.testing.assert_close(tensors(target)[name], tensor, atol=2e-4, rtol=1e-3)
+
+
+def test_where_one_matrix_makes_all_three_the_maps_alone_are_trained(text, tmp_path):
+    model = make(tmp_path / "gpt2", "gpt2")
+    figures = run(model, tmp_path / "thin", text, steps=2)
+    assert figures["trained_weights"] == 0 and figures["perplexity_control"] is None
+    before, after = tensors(model), tensors(tmp_path / "thin")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_twin_shares_what_is_not_trained(llama):
+    from edgekv.export import load
+    from edgekv.export.thin.make import load_model
+
+    model = load_model(load.find(str(llama)), 128)
+    names = trainable.key_side(model, torch.arange(6))
+    other = trainable.twin(model, names)
+    for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert (a is b) == (name not in names)
+
+
+def test_what_cannot_be_is_refused(llama, text, tmp_path):
+    with pytest.raises(UserError, match="--key-rank takes"):
+        run(llama, tmp_path / "thin", text, rank="half")
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    with pytest.raises(UserError, match="tokens and at least"):
+        run(llama, tmp_path / "thin", short)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        run(llama, tmp_path / "there", text)
+    (tmp_path / "thin.training").mkdir()
+    with pytest.raises(UserError, match="in the way"):
+        run(llama, tmp_path / "thin", text)
