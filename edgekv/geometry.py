@@ -41,8 +41,8 @@ class LayerGeometry:
             raise UserError(f"{self.q_heads} query heads cannot share {self.kv_heads} key/value heads evenly.")
         if self.head_dim and self.head_dim < self.key_dim:
             raise UserError(f"head_dim must be 0 or at least key_dim ({self.key_dim}), not {self.head_dim}.")
-        if self.rotary_dim % 2 or self.rotary_dim > (self.head_dim or self.key_dim):
-            raise UserError(f"rotary_dim must be even and at most the size of a head ({self.head_dim or self.key_dim}), not {self.rotary_dim}.")
+        if self.rotary_dim % 2 or self.rotary_dim > self.given_dim:
+            raise UserError(f"rotary_dim must be even and at most the size of a head ({self.given_dim}), not {self.rotary_dim}.")
         if not isinstance(self.rotary_interleaved, bool):
             raise UserError("rotary_interleaved of a layer must be true or false.")
         if not isinstance(self.inv_freq, (list, tuple)):
@@ -52,6 +52,11 @@ class LayerGeometry:
         if len(self.inv_freq) not in (0, self.rotary_dim // 2):
             raise UserError(f"inv_freq must hold rotary_dim/2 = {self.rotary_dim // 2} numbers, not {len(self.inv_freq)}.")
         object.__setattr__(self, "inv_freq", tuple(float(f) for f in self.inv_freq))
+
+    @property
+    def given_dim(self) -> int:
+        """Numbers per key and query head as the model makes them."""
+        return self.head_dim or self.key_dim
 
     def token_bytes(self, element_bytes: int) -> int:
         """Bytes of one token's key and value over all kv heads; kv heads, not query heads, are what is stored."""

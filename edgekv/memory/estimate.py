@@ -55,7 +55,7 @@ def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, posit
         index += traffic["read_body_index"]
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]
-    rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
+    rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.given_dim for g in shape.layers)
     return StepBytes(sum(weights.values()), index, reads, writes, 2 * 4 * rows * len(shape.layers), 2 * 4 * shape.vocab)
 
 

@@ -64,7 +64,7 @@ class MeteredEngine:
         stored = weight_format(name)
         self.weight_format = stored.name
         self._weights = sum(streams(shape, stored, profile.data["decode_on"]).values())
-        rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.key_dim for g in shape.layers)
+        rows = 2 * shape.hidden + 3 * shape.intermediate + 4 * max(g.q_heads * g.given_dim for g in shape.layers)
         self._activations, self._vocab = 8 * rows * len(shape.layers), shape.vocab
         self._rows = self._counters_of(engine)
         self.steps: list[Step] = []

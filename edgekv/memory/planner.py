@@ -103,11 +103,11 @@ def workspace_bytes(shape: ModelShape, chunk: int, depth: int) -> int:
     The widest moment of a layer: residual and normalised rows, both MLP branches and their product; beside it queries, keys,
     values and the attention op's packed queries and partial results (two per row). Single precision.
     """
-    g = max(shape.layers, key=lambda layer: layer.q_heads * layer.key_dim)
-    queries = g.q_heads * g.key_dim
+    g = max(shape.layers, key=lambda layer: layer.q_heads * layer.given_dim)
+    queries = g.q_heads * g.given_dim
     partial = 2 * g.q_heads * ((g.value_dim + 15) // 16 * 16 + 32)
     mlp = 2 * shape.hidden + 3 * shape.intermediate
-    attention = 2 * shape.hidden + 3 * queries + 2 * g.kv_heads * g.key_dim + partial
+    attention = 2 * shape.hidden + 3 * queries + 2 * g.kv_heads * g.given_dim + partial
     return 4 * chunk * max(mlp, attention)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 def project(x: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Rotated queries or keys float32 [T, heads, head_dim] times a map of each head, [heads, head_dim, key_dim]: [T, heads, key_dim].
 
-    Products are added in order of head_dim, each rounded to float32, as the kernels do it.
+    Four sums, of every fourth product, are added in pairs, all in float32, as the kernels do it.
     """
-    out = np.zeros((*x.shape[:2], maps.shape[2]), np.float32)
+    sums = np.zeros((4, *x.shape[:2], maps.shape[2]), np.float32)
     for d in range(maps.shape[1]):
-        out += x[:, :, d, None].astype(np.float32) * maps[None, :, d].astype(np.float32)
-    return out
+        sums[d % 4] += x[:, :, d, None].astype(np.float32) * maps[None, :, d].astype(np.float32)
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
