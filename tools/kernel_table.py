@@ -51,11 +51,12 @@ def blocks_per_sm(arch: str, registers: int, shared: int, threads: int) -> int:
     return min(65536 // (-(-registers // 8) * 8 * threads), SHARED[arch] // (shared + 1024), 1536 // threads)
 
 
-def packed_tables(arch: str, kernels: list[tuple[str, int, int]]) -> None:
+def packed_tables(reports: dict[str, list[tuple[str, int, int]]]) -> None:
     """The kernels of a step on a compressed cache."""
+    all_kernels = [(arch, *kernel) for arch, kernels in reports.items() for kernel in sorted(kernels)]
     print("\n| SM | attend_packed: query rows per block | head size | registers | shared memory | blocks per SM | warps per SM | spills |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, registers, spills in sorted(kernels):
+    for arch, name, registers, spills in all_kernels:
         match = re.fullmatch(r"attend_packed<(\d), (\d), (true|false)>", name)
         if match:
             rows, dim = 4 * int(match[1]), HEADS[int(match[2])]
@@ -64,7 +65,7 @@ def packed_tables(arch: str, kernels: list[tuple[str, int, int]]) -> None:
             print(f"| {arch} | {how} | {dim} | {registers} | {shared / 1024:.1f} KiB | {blocks} | {4 * blocks} | {spills} |")
     print("\n| SM | kernel, head size 128 | threads | registers | shared memory | blocks per SM | spills |")
     print("|---|---|---|---|---|---|---|")
-    for name, registers, spills in sorted(kernels):
+    for arch, name, registers, spills in all_kernels:
         if name in RETRIEVAL:
             threads, size = RETRIEVAL[name]
             shared = size(128)
@@ -88,8 +89,7 @@ def main() -> None:
             blocks = blocks_per_sm(arch, registers, shared, 128)
             how = f"{rows}{' (prefill)' if match[4] == 'true' else ''}"
             print(f"| {arch} | {'fp16' if element == 2 else 'fp32'} | {how} | {dim} | {registers} | {shared / 1024:.1f} KiB | {blocks} | {4 * blocks} | {spills} |")
-    for arch, kernels in reports.items():
-        packed_tables(arch, kernels)
+    packed_tables(reports)
 
 
 if __name__ == "__main__":
