@@ -14,7 +14,7 @@ from edgekv.bundle import sha256_file
 from edgekv.engine import tensorrt_manifest
 from edgekv.engine.device import Device
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
-from edgekv.engine.tensorrt import TensorRTEngine
+from edgekv.engine.tensorrt import RETRIEVING_ROWS, TensorRTEngine
 from edgekv.errors import CacheFullError, NativeError, UserError
 from edgekv.export.to_tensorrt import lower
 from edgekv.export.to_tensorrt_plain import lower_plain
@@ -176,6 +176,7 @@ def test_retrieving_more_or_less(tmp_path, library):
             np.testing.assert_allclose(got, want, atol=2e-3)
         seen.append(want)
         np.testing.assert_allclose(engine.read(tokens[:20], 224, np.array([3])), reference.read(tokens[:20], 224, np.array([3])), atol=2e-3)
+    assert f"kSideBySideRows = {RETRIEVING_ROWS};" in (PLUGINS / "cuda/rows.cuh").read_text()  # what the kernels take
     assert len({x.tobytes() for x in seen}) == 4  # 24, all, 8 by their codes alone (asked for, and while drafting), 64
     engine.close()
 
