@@ -11,7 +11,7 @@ from fake_tensorrt import FakeDevice
 from tiny_bundle import make
 
 from edgekv.bundle import sha256_file
-from edgekv.engine import tensorrt_manifest
+from edgekv.engine import tensorrt_build, tensorrt_manifest
 from edgekv.engine.device import Device
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.engine.tensorrt import RETRIEVING_ROWS, TensorRTEngine
@@ -220,7 +220,7 @@ def test_a_full_cache_says_so(tmp_path, library):
     engine.close()
 
 
-def test_one_large_block_refused_falls_back_to_one_per_layer(place):
+def test_pain_18_one_large_block_refused_falls_back_to_one_per_layer(place):
     """Fragmented memory: the arena as a whole does not fit, its layers do. The answers stay the same."""
     largest = max(layer["bytes"] for layer in place.bundle.layers) + 4096
     assert largest < place.bundle.arena_bytes
@@ -256,7 +256,7 @@ def test_memory_that_is_not_there_is_a_sentence_and_nothing_stays_allocated(plac
         ({"plugin": None}, "does not say whether the engine needs the plugin"),
     ],
 )
-def test_an_engine_from_elsewhere_is_refused(place, change, sentence):
+def test_pain_08_an_engine_from_elsewhere_is_refused(place, change, sentence):
     place.describe(**change)
     if "version" in change:
         path = place.folder / tensorrt_manifest.DESCRIPTION
@@ -292,3 +292,16 @@ def test_more_rows_than_the_engine_was_built_for(place):
 def test_no_gpu_is_a_sentence(place):
     with pytest.raises(UserError, match="no CUDA device"):
         place.engine(Device(place.library))
+
+
+def test_without_the_plugin_an_older_tensorrt_is_refused():
+    for version, with_plugin, sentence in (
+        ("10.2.0", True, "10.3 or newer is needed"), ("10.14.1", False, "10.15 or newer is needed .* leave out --no-plugin"),
+        ("10.14.1", True, None), ("10.15.1", False, None), ("11.4.0", False, None),
+    ):  # fmt: skip
+        here = type("Bindings", (), {"__name__": "tensorrt", "__version__": version})
+        if sentence is None:
+            tensorrt_build.check_version(here, with_plugin)
+        else:
+            with pytest.raises(UserError, match=sentence):
+                tensorrt_build.check_version(here, with_plugin)

@@ -1,6 +1,7 @@
 """`edgekv build` with a real NVIDIA parser and builder (TensorRT-RTX, which builds for a GPU that is not there)."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_without_the_preview_feature_aliasing_is_refused(models, tmp_path, plugi
         )
 
 
-def test_operators_that_nobody_offers_are_named_before_the_build(models, tmp_path, plugin):
+def test_pain_06_operators_that_nobody_offers_are_named_before_the_build(models, tmp_path, plugin):
     """The pain this answers: "plugin not found", deep in a build log."""
     import onnx
 
@@ -129,7 +130,7 @@ def test_operators_that_nobody_offers_are_named_before_the_build(models, tmp_pat
         tensorrt_build.build(trt, made.graph, plugin, [], messages=messages, logger=make_logger(trt, messages), sm=86)
 
 
-def test_too_little_memory_or_disk_is_said_before_the_build(models, tmp_path, plugin, monkeypatch):
+def test_pain_01_too_little_memory_or_disk_is_said_before_the_build(models, tmp_path, plugin, monkeypatch):
     bundle = tiny(models, "llama")
     place = build.Place.find(True, 86, plugin)
     made = lower(bundle, tmp_path)
@@ -166,7 +167,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     assert peak < estimate < 3 * peak
 
 
-def test_a_killed_build_leaves_nothing_that_looks_like_an_engine(models, tmp_path, plugin):
+def test_pain_01_a_killed_build_leaves_nothing_that_looks_like_an_engine(models, tmp_path, plugin):
     bundle = tiny(models, "llama")
     target = tmp_path / "engine"
     command = [sys.executable, "-m", "edgekv", "build", str(bundle.folder), "-o", str(target), "--rtx", "--sm", "86", "--plugin", str(plugin)]
@@ -195,6 +196,7 @@ def test_a_killed_build_leaves_nothing_that_looks_like_an_engine(models, tmp_pat
         (["--rtx", "--sm", "86", "--precision", "int4w"], "needs `edgekv export --weights int4`"),
         (["--rtx", "--sm", "86", "--plugin", "/no/such.so"], "has not been built"),
         (["--rtx", "--sm", "86", "--workspace", "10tok"], "takes bytes"),
+        (["--rtx", "--sm", "86", "--no-plugin", "--plugin", "x.so"], "exclude each other"),
         ([], "TensorRT's Python bindings are missing"),
     ],
 )
@@ -212,6 +214,69 @@ def test_a_folder_that_is_no_engine_is_never_replaced(models, tmp_path, plugin):
     (target / "thesis.txt").write_text("years of work")
     code, text = run(bundle.folder, "-o", target, "--rtx", "--sm", 86, "--plugin", plugin, "--force")
     assert code == 2 and "is not an engine" in text and (target / "thesis.txt").read_text() == "years of work"
+
+
+def test_pain_09_a_bundle_is_built_where_it_was_carried_to(models, tmp_path, plugin):
+    """Exported on one machine, copied, built from the copy alone; what was measured is kept for the next build."""
+    bundle = tiny(models, "llama", "int4")
+    carried, times = tmp_path / "carried", tmp_path / "times"
+    shutil.copytree(bundle.folder, carried)
+    assert str(models).encode() not in (carried / "manifest.json").read_bytes() + (carried / "model.onnx").read_bytes()
+    code, text = run(carried, "--rtx", "--sm", 86, "--plugin", plugin, "--timing-cache", times)
+    assert code == 0, text
+    measured = times.read_bytes()
+    code, text = run(carried, "--rtx", "--sm", 86, "--plugin", plugin, "--timing-cache", times, "--force")
+    assert code == 0 and len(times.read_bytes()) == len(measured) > 0, text
+    assert tensorrt_manifest.read(tmp_path / "carried.engine")["bundle"] == tensorrt_manifest.bundle_id(bundle)
+    times.write_bytes(b"from another version")  # measured anew, not a failure
+    code, text = run(carried, "--rtx", "--sm", 86, "--plugin", plugin, "--timing-cache", times, "--force")
+    assert code == 0, text
+
+
+def test_pain_27_attention_with_cache_outputs_is_what_the_parser_rejects(tmp_path):
+    """Why neither lowering uses past and present: the real parser says no to them, in a sentence that names the node."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    shapes = {"q": (1, 4, 2, 16), "k": (1, 2, 2, 16), "v": (1, 2, 2, 16), "past_k": (1, 2, 6, 16), "past_v": (1, 2, 6, 16)}
+    outputs = {"y": (1, 4, 2, 16), "new_k": (1, 2, 8, 16), "new_v": (1, 2, 8, 16)}
+
+    def refusal(with_cache: bool) -> str | None:
+        given = [*list(shapes)[:3], "", *list(shapes)[3:]] if with_cache else list(shapes)[:3]
+        made = list(outputs) if with_cache else ["y"]
+        values = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, s) for n, s in (shapes | outputs).items()]
+        ins, outs = ([v for v in values if v.name in names] for names in (given, made))
+        graph = helper.make_graph([helper.make_node("Attention", given, made, name="the_attention")], "cache", ins, outs)
+        path = tmp_path / f"{with_cache}.onnx"
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10), path)
+        messages: list[str] = []
+        logger = make_logger(trt, messages)
+        network = trt.Builder(logger).create_network(0)
+        parser = trt.OnnxParser(network, logger)
+        return None if parser.parse_from_file(str(path)) else parser.get_error(0).desc()
+
+    assert refusal(with_cache=False) is None
+    assert refusal(with_cache=True)
+
+
+@pytest.mark.parametrize(("name", "weights", "keep"), [("llama", "int4", "window"), ("gemma3_text", "fp16", "full")])
+def test_an_engine_without_the_plugin_is_built_and_described(models, tmp_path, name, weights, keep):
+    bundle = tiny(models, name, weights, keep)
+    target = tmp_path / "engine"
+    code, text = run(bundle.folder, "-o", target, "--rtx", "--sm", 86, "--no-plugin")
+    assert code == 0, text
+    facts = tensorrt_manifest.read(target)
+    assert facts["lowering"] == "standard" and facts["plugin"] is None and facts["precision"] == ("int4w" if weights == "int4" else "fp16")
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [({"keep": "heavy"}, "Heavy hitters need edgekv's plugin"), ({"positions": "cache"}, "export with --positions original")],
+)
+def test_what_needs_the_plugin_is_refused_before_anything_is_prepared(models, tmp_path, how, sentence):
+    bundle = tiny(models, "llama", **how)
+    code, text = run(bundle.folder, "-o", tmp_path / "engine", "--rtx", "--sm", 86, "--no-plugin")
+    assert code == 2 and sentence in text and text.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("name", "weights", "keep"), [("llama", "int4", "window"), ("gemma3_text", "fp16", "full")])
