@@ -75,6 +75,8 @@ def command(
     """
     if (sm is not None) != rtx:
         raise UserError("--rtx and --sm belong together: TensorRT-RTX builds for the compute capability you name.")
+    if timing_cache is not None and not timing_cache.parent.is_dir():
+        raise UserError(f"There is no folder {timing_cache.parent} for the timing cache.")
     if no_plugin and plugin is not None:
         raise UserError("--plugin and --no-plugin exclude each other; give one of them.")
     from edgekv import bundle as bundles
@@ -182,6 +184,7 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
     from edgekv import machine
     from edgekv.engine import tensorrt_build
     from edgekv.engine.ring_cache import RingCache
+    from edgekv.memory import detect
 
     trt = place.trt
     offered = tensorrt_build.load_plugins(trt, place.plugin) if place.plugin else set()
@@ -203,8 +206,13 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
         available, where = known.total_bytes - (known.idle_bytes or 0), profile
     cache = bundle.arena_bytes if place.plugin else RingCache.needed_bytes(bundle, "float16")
     resident = lowered.weight_bytes + cache
+    versions = [f"TensorRT {trt.__version__}", place.words]
+    if place.device.get("driver"):
+        versions.append("CUDA driver {}.{}".format(place.device["driver"] // 1000, place.device["driver"] % 1000 // 10))
+    if release := detect.l4t():
+        versions.append(f"L4T {release}")
     summary = (
-        f"weights {lowered.weight_bytes / 1e6:.0f} MB ({lowered.int4_matrices} matrices in 4 bits), KV cache {cache / 1e6:.0f} MB; "
+        f"{', '.join(versions)}; weights {lowered.weight_bytes / 1e6:.0f} MB ({lowered.int4_matrices} matrices in 4 bits), KV cache {cache / 1e6:.0f} MB; "
         f"building takes about {peak / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available on {where}"
     )
     if peak > available and not force:
@@ -222,18 +230,26 @@ def preflight(place: Place, lowered: Any, bundle: Bundle, folder: Path, profile:
 
 
 def build(place: Place, lowered: Any, bundle: Bundle, rows: int, workspace: int | None, timing_cache: Path | None, level: int | None) -> bytes:
-    """The plan; a dot on the terminal every few seconds shows that it is alive."""
+    """The plan, with a progress line."""
     from edgekv.engine import tensorrt_build
 
     wanted = tensorrt_build.profiles(min(bundle.chunk, bundle.boundary), rows)
-    if timing_cache is not None and not timing_cache.parent.is_dir():
-        raise UserError(f"There is no folder {timing_cache.parent} for the timing cache.")
-    if sys.stderr.isatty():
+    show = sys.stderr.isatty()
+    if show:
         click.echo("building; this takes minutes on a Jetson", err=True)
-    return tensorrt_build.build(
+
+    def progress(done: str) -> None:
+        if show:
+            click.echo(f"\r\033[K{done}", nl=False, err=True)
+
+    plan = tensorrt_build.build(
         place.trt, lowered.graph, place.plugin, wanted, messages=place.messages, logger=place.logger, workspace=workspace,
         timing_cache=timing_cache, sm=place.sm, level=level, masks=() if place.plugin else lowered.masks,
+        progress=progress,
     )  # fmt: skip
+    if show:
+        click.echo("\r\033[K", nl=False, err=True)
+    return plan
 
 
 def finish(partial: Path, target: Path, bundle: Bundle, place: Place, plan: bytes, precision: str, rows: int, seconds: float) -> None:

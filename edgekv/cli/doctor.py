@@ -104,10 +104,11 @@ def _onnxruntime_cuda() -> Answer:
 
 
 def _driver() -> Answer:
+    from edgekv.memory import detect
+
     version = Path("/proc/driver/nvidia/version")
-    release = Path("/etc/nv_tegra_release")
-    if release.is_file():
-        return True, f"L4T {release.read_text().splitlines()[0].lstrip('# ').split(', GCID')[0]}"
+    if release := detect.l4t():
+        return True, f"L4T {release}"
     if version.is_file():
         return True, version.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
     return False, "no NVIDIA driver is loaded"

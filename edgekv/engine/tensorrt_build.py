@@ -106,6 +106,7 @@ def build(
     sm: int | None = None,
     level: int | None = None,
     masks: Iterable[int] = (),
+    progress: Callable[[str], None] | None = None,
 ) -> bytes:
     """The serialised engine.
 
@@ -116,6 +117,7 @@ def build(
     timing_cache  file to read tactics' timings from and write them to
     sm            compute capability to build for, for TensorRT-RTX: 86
     masks         slots of mask.0, mask.1, ... of a graph without the plugin
+    progress      told what TensorRT is at, such as "Building Engine, 3 of 7"
 
     Raises UserError with TensorRT's own reason.
     """
@@ -154,12 +156,39 @@ def build(
         for index, slots in enumerate(masks):
             ranges.set_shape(f"mask.{index}", *((1, 1, rows, slots) for rows in (1, profile.best, profile.tokens)))
         config.add_optimization_profile(ranges)
+    monitor = make_monitor(trt, progress) if progress and hasattr(trt, "IProgressMonitor") else None
+    if monitor is not None:
+        config.progress_monitor = monitor
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise UserError(f"TensorRT {trt.__version__} could not build the engine: {reason()}.")
     if cache is not None:
         timing_cache.write_bytes(bytes(cache.serialize()))
     return bytes(plan)
+
+
+def make_monitor(trt: Any, progress: Callable[[str], None]) -> Any:
+    """TensorRT's progress monitor that tells `progress` about the outermost phase."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self):
+            trt.IProgressMonitor.__init__(self)
+            self.outer: tuple[str, int] | None = None
+
+        def phase_start(self, phase_name, parent_phase, num_steps):
+            if self.outer is None:
+                self.outer = phase_name, num_steps
+
+        def step_complete(self, phase_name, step):
+            if self.outer and phase_name == self.outer[0]:
+                progress(f"{phase_name}, {step + 1} of {self.outer[1]}")
+            return True
+
+        def phase_finish(self, phase_name):
+            if self.outer and phase_name == self.outer[0]:
+                self.outer = None
+
+    return Monitor()
 
 
 def _read_timing_cache(config: Any, path: Path | None) -> Any:

@@ -122,6 +122,12 @@ def _gpu(known: dict[str, Any], queried: dict[str, int] | None) -> dict[str, Any
     return gpu
 
 
+def l4t(root: Path = Path("/")) -> str | None:
+    """NVIDIA's release of Linux on a Jetson, such as "R36 (release), REVISION: 4.0"; None elsewhere."""
+    line = _text(root / "etc/nv_tegra_release").split("\n")[0]
+    return line.lstrip("# ").split(", GCID")[0] or None
+
+
 def power_mode(root: Path = Path("/")) -> str | None:
     """Name of the nvpmodel power mode that is set, from its status file and /etc/nvpmodel.conf; None elsewhere."""
     status = re.search(r"pmode:0*(\d+)", _text(root / "var/lib/nvpmodel/status"), re.ASCII)

@@ -144,3 +144,10 @@ def test_detected_profile_fits_the_schema():
 
     profile = profiles.parse_profile(yaml.safe_dump(detect.detect(measure=False, calibrate=False)), "here")
     assert profile.total_bytes > 0 and profile.value("memory.measured_bandwidth") is None
+
+
+def test_the_release_of_linux_on_a_jetson(tmp_path):
+    assert detect.l4t(tmp_path) is None
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nv_tegra_release").write_text("# R36 (release), REVISION: 4.0, GCID: 37537400, BOARD: generic, EABI: aarch64\n# KERNEL_VARIANT: oot\n")
+    assert detect.l4t(tmp_path) == "R36 (release), REVISION: 4.0"

@@ -1,6 +1,7 @@
 """`edgekv build` with a real NVIDIA parser and builder (TensorRT-RTX, which builds for a GPU that is not there)."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,7 +138,8 @@ def test_pain_01_too_little_memory_or_disk_is_said_before_the_build(models, tmp_
     monkeypatch.setattr(machine, "available_memory", lambda: 500 << 20)
     with pytest.raises(bundles.UserError, match="Building needs about 0.9 GB of memory and 0.5 GB are available on this machine"):
         build.preflight(place, made, bundle, tmp_path, None, False)
-    assert "building takes about" in build.preflight(place, made, bundle, tmp_path, None, True)
+    summary = build.preflight(place, made, bundle, tmp_path, None, True)
+    assert summary.startswith(f"TensorRT {trt.__version__}, a device of compute capability 8.6; weights") and "building takes about" in summary
     monkeypatch.undo()
     monkeypatch.setattr(build.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
     with pytest.raises(bundles.UserError, match="of disk and 1 MB are free"):
@@ -286,13 +288,13 @@ def test_the_lowering_without_the_plugin_is_parsed_and_built(models, tmp_path, n
 
     bundle = tiny(models, name, weights, keep)
     made = lower_plain(bundle, tmp_path)
-    messages: list[str] = []
+    messages, said = [], []
     logger = make_logger(trt, messages)
-
     plan = tensorrt_build.build(
-        trt, made.graph, None, tensorrt_build.profiles(32, 4), messages=messages, logger=logger, sm=86, masks=made.masks
-    )
-    assert len(plan) > 10_000
+        trt, made.graph, None, tensorrt_build.profiles(32, 4), messages=messages, logger=logger, sm=86, masks=made.masks,
+        progress=said.append,
+    )  # fmt: skip
+    assert len(plan) > 10_000 and said and all(re.fullmatch(r".+, \d+ of \d+", line) for line in said), said
     network = trt.Builder(logger).create_network(0)
     parser = trt.OnnxParser(network, logger)
     assert parser.parse_from_file(str(made.graph)), messages
