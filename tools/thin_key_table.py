@@ -49,7 +49,7 @@ class Latent:
 def turned_back(x: torch.Tensor, g: LayerGeometry, start: int, forth: bool = False) -> torch.Tensor:
     """Rotated [..., T, head_dim] at positions start, start + 1, ... without their rotation; forth: the other way round."""
     angle = torch.outer(start + torch.arange(x.shape[-2], dtype=torch.float64), torch.tensor(g.inv_freq, dtype=torch.float64))
-    return stream._turn(x, angle.cos().float(), (angle.sin() if forth else -angle.sin()).float(), g)
+    return stream.turn(x, angle.cos().float(), (angle.sin() if forth else -angle.sin()).float(), g)
 
 
 def latent_basis(text: stream.LayerText, g: LayerGeometry) -> tuple[torch.Tensor, torch.Tensor]:

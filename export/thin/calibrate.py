@@ -111,7 +111,10 @@ def refine(text: LayerText, maps: KeyMaps, steps: int, seed: int = 0) -> KeyMaps
 
 
 def held_out(chunk: int, chunks: int) -> bool:
-    return chunks > 1 and chunk % HELD_OUT == HELD_OUT - 1 or (chunks > 1 and chunks < HELD_OUT and chunk == chunks - 1)
+    """Whether a chunk is measured on and not fitted to; of one chunk alone none is, of a few the last."""
+    if chunks < HELD_OUT:
+        return 0 < chunk == chunks - 1
+    return chunk % HELD_OUT == HELD_OUT - 1
 
 
 def _divergence(text: LayerText, chunk: int, maps: KeyMaps, rows: torch.Tensor) -> torch.Tensor:

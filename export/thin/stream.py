@@ -139,10 +139,11 @@ def turned(texts: Iterable[LayerText], geometry: Sequence[LayerGeometry], starts
             continue
         angle = torch.outer(torch.tensor(starts, dtype=torch.float64), torch.tensor(g.inv_freq, dtype=torch.float64))
         cos, sin = (x.float()[:, None, None, :] for x in (angle.cos(), angle.sin()))
-        yield LayerText(text.layer, *(_turn(x, cos, sin, g) for x in (text.q, text.k)), text.scores)
+        yield LayerText(text.layer, *(turn(x, cos, sin, g) for x in (text.q, text.k)), text.scores)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, g: LayerGeometry) -> torch.Tensor:
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, g: LayerGeometry) -> torch.Tensor:
+    """x [..., head_dim] with the pairs that the layer rotates turned by angles of which cos and sin [..., rotary_dim/2] are given."""
     half = g.rotary_dim // 2
     first = slice(0, g.rotary_dim, 2) if g.rotary_interleaved else slice(0, half)
     second = slice(1, g.rotary_dim, 2) if g.rotary_interleaved else slice(half, g.rotary_dim)
