@@ -1,6 +1,6 @@
 """Times retrieval and sparse attention on a compressed body against full fp16 attention, side by side in one run.
 
-    python tools/bench_retrieval.py [--depth 32768] [--shape 32,8,128] [--retrieve 7.5%] [--rerank 4] [--threads 2] [--json]
+    python tools/bench_retrieval.py [--depth 32768] [--shape 32,8,128] [--retrieve 7.5%] [--rerank 2] [--threads 2] [--json]
 
 Both run as ONNX Runtime nodes with states bound in place; --layers caches take turns, so that none stays in a core's own caches.
 torch runs scaled_dot_product_attention with the query heads of a kv head as rows, in three types. States are filled with random
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=32768)
     parser.add_argument("--shape", type=numbers, default=[32, 8, 128], help="query heads, kv heads, head size")
     parser.add_argument("--retrieve", default="7.5%", help="tokens, or percent of the depth")
-    parser.add_argument("--rerank", type=int, default=4)
+    parser.add_argument("--rerank", type=int, default=2)
     parser.add_argument("--value-bits", type=int, default=2)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=20)
