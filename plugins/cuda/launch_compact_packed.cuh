@@ -48,8 +48,9 @@ void launch_packed_compaction(const Compaction& c, const Compaction& ranking, cu
   const int record_slices = (int(c.layer.record.bytes / 16) + kRecordUnits - 1) / kRecordUnits;
   if (p.keep == kKeepHeavy) {
     const LayerParams& q = ranking.layer.p;
+    const dim3 candidates((q.body_slots + q.tail_slots) / EDGEKV_LANES, p.kv_heads);
     const Unpacking unpacking{c, ranking.layer};
-    EDGEKV_LAUNCH(unpack_candidates<Elem>, dim3((q.body_slots + q.tail_slots) / EDGEKV_LANES, p.kv_heads), threads, unpack_candidates_shared_bytes(p), stream, unpacking);
+    EDGEKV_LAUNCH(unpack_candidates<Elem>, candidates, threads, unpack_candidates_shared_bytes(p), stream, unpacking);
     launch_ranking<float>(ranking, stream);
   }
   EDGEKV_LAUNCH(choose_slots, dim3(p.kv_heads), dim3(kChooseThreads), kChooseSharedBytes, stream, c);

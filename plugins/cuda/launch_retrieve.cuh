@@ -2,7 +2,7 @@
 // stands in the state's header, and kernels that have nothing to do end at once.
 #pragma once
 #include "launch.cuh"
-#include "retrieve.cuh"
+#include "rank_candidates.cuh"
 #include "turn_queries.cuh"
 
 namespace edgekv {

@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) pack_tokens(const Compaction c) {
   }
   unsigned char* record = c.records + at * layout.bytes;
   for (int first = 0, g = 0; first < dim; first += EDGEKV_GROUP, ++g)
-    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), 2, lane, record + 8 * g, reinterpret_cast<__half*>(record + layout.key_pairs) + 2 * g);
+    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), 2, lane, record + 8 * g,
+                   reinterpret_cast<__half*>(record + layout.key_pairs) + 2 * g);
   const Elem* value = plane<Elem>(c.layer, c.layer.at.tail_v) + (size_t(kv_head) * p.tail_slots + slot) * p.value_dim;
   for (int d = lane; d < p.value_dim; d += 32) y[d] = to_float(value[d]);
   __syncwarp();
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(kThreads) copy_sinks(const Compaction c) {
   const Moves m = moves_of(c, tail);
   const int kv_head = int(blockIdx.x), room = sink_slots(p);
   Elem *k = plane<Elem>(c.layer, c.layer.at.sink_k), *v = plane<Elem>(c.layer, c.layer.at.sink_v) + size_t(kv_head) * room * p.value_dim;
-  const Elem *tail_k = plane<Elem>(c.layer, c.layer.at.tail_k), *tail_v = plane<Elem>(c.layer, c.layer.at.tail_v) + size_t(kv_head) * p.tail_slots * p.value_dim;
+  const Elem* tail_k = plane<Elem>(c.layer, c.layer.at.tail_k);
+  const Elem* tail_v = plane<Elem>(c.layer, c.layer.at.tail_v) + size_t(kv_head) * p.tail_slots * p.value_dim;
   for (int i = int(threadIdx.x); i < m.to_sinks * p.key_dim; i += kThreads)
     k[key_offset(kv_head, m.sinks_before + i / p.key_dim, i % p.key_dim, room, p.key_dim)] =
         tail_k[key_offset(kv_head, i / p.key_dim, i % p.key_dim, p.tail_slots, p.key_dim)];

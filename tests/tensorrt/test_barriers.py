@@ -93,6 +93,7 @@ WORK = {
     "unpack_candidates.cuh": compact_packed_work, "pack_tokens.cuh": compact_packed_work, "move_packed.cuh": compact_packed_work,
     "attend_packed.cuh": attend_packed_work, "combine_packed.cuh": attend_packed_work,
     "hadamard.cuh": retrieve_work, "turn_queries.cuh": retrieve_work, "retrieve.cuh": retrieve_work,
+    "rank_candidates.cuh": retrieve_work,
     "select.cuh": retrieve_work, "attend.cuh": attend_work, "observe.cuh": compact_work, "rank_keys.cuh": compact_by_keys_work, "move.cuh": compact_work,
 }  # fmt: skip
 

@@ -139,7 +139,7 @@ def test_cuda_12_6_compiles_the_kernels():
     kernels += ["combine", "observe_rows", "choose_slots", "move_metadata", "commit_compaction", "combine_packed", "turn_queries"]
     kernels += ["score_tables", "scan_codes", "choose_by_codes", "score_candidates", "choose_by_keys"]
     kernels += ["teach_codebook", "move_records", "move_codes", "commit_packed"]
-    files = ("append", "combine", "move", "rank_keys", "retrieve", "turn_queries", "attend_packed", "combine_packed", "unpack_candidates", "pack_tokens", "move_packed")
+    files = ("append", "combine", "move", "rank_keys", "rank_candidates", "turn_queries", "attend_packed", "combine_packed", "unpack_candidates", "pack_tokens", "move_packed")
     source = "".join(f'#include "cuda/{name}.cuh"\n' for name in files)
     # The run-time compiler has no standard headers; these few names are all that state_layout.h takes from them.
     standard = {
