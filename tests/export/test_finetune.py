@@ -87,6 +87,8 @@ def test_the_result_is_exported_like_any_model(tuned, tmp_path):
     assert made.manifest["keys"]["ranks"] == figures["ranks"] and all(layer["params"]["key_dim"] == 8 for layer in made.layers)
     with pytest.raises(UserError, match="has thin keys already"):
         run(folder, tmp_path / "again", tuned[0] / "config.json")
+    refused = CliRunner().invoke(main, ["draft", str(folder), "-o", str(tmp_path / "draft"), "--tokens", "100000"])
+    assert refused.exit_code == 2 and "has thin keys" in refused.output
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
