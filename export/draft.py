@@ -132,7 +132,14 @@ def _check_parity(small: load.Source, target: Path) -> None:
         with torch.no_grad():
             original = draft_student.load(small)(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
         found = parity.compare(original, parity.bundle_logits(made, ids), np.minimum(ids, original.shape[1] - 1))
-        parity.judge(found, parity.LIMITS[made.manifest["weights"]["format"], made.manifest["policy"]["element"]])
+        weights = made.manifest["weights"]["format"]
+        try:
+            parity.judge(found, parity.LIMITS[weights, made.manifest["policy"]["element"]])
+        except UserError as error:
+            raise UserError(
+                f"With {weights} weights the draft's likeliest token is the trained model's in {found.argmax_agreement:.0%} of {found.tokens} places, "
+                "so it was not kept. The training is: repeat the command with --weights int8 or fp32."
+            ) from error
         update_manifest(target, parity=found.to_json())
     except EdgekvError:
         shutil.rmtree(target)

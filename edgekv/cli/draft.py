@@ -19,7 +19,7 @@ from edgekv.errors import UserError
 @click.option("--passes", type=click.FloatRange(0.01, 1000), default=3.0, show_default=True, help="Times to go through them.")
 @click.option("--text", "texts", multiple=True, type=click.Path(path_type=Path), help="UTF-8 file whose pieces the target continues.")
 @click.option("--kv-budget", help="Size of the draft's cache: bytes, tokens or percent; default 1024 tokens or the context.")
-@click.option("--weights", type=click.Choice(["fp32", "fp16", "int8", "int4"]), default="int4", show_default=True)
+@click.option("--weights", type=click.Choice(["fp32", "fp16", "int8", "int4"]), default="int8", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with; default: all cores.")
 @click.option("--fresh", is_flag=True, help="Start over instead of going on with an unfinished training.")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from edgekv import engine
 from edgekv.bundle import open_bundle
 from edgekv.errors import UserError
-from edgekv.export import draft, draft_corpus, draft_student, draft_train, exporter, load
+from edgekv.export import draft, draft_corpus, draft_student, draft_train, exporter, load, parity
 from edgekv.generation.adaptive import FixedLength
 from edgekv.generation.decoders import plain
 from edgekv.generation.drafters.choose import choose
@@ -156,6 +156,20 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_draft(target, tmp_pat
     result = draft.make(str(target), folder, options(), lambda *stage: told.append(stage))
     assert not any(stage == "the target writes" for stage, *_ in told)  # what was written is not written again
     assert result.agreement == made[0].agreement
+
+
+def test_weights_that_spoil_a_draft_are_refused_and_the_training_stays(target, tmp_path, monkeypatch):
+    strict = dict.fromkeys(parity.LIMITS, parity.Limits(0.0, 0.0, 1.0))
+    monkeypatch.setattr(parity, "LIMITS", strict)
+    folder = tmp_path / "draft"
+    with pytest.raises(UserError, match="With fp32 weights .* The training is: repeat the command with --weights"):
+        draft.make(str(target), folder, options(passes=0.1))
+    assert [p.name for p in tmp_path.iterdir()] == ["draft.training"]
+    monkeypatch.undo()
+    told = []
+    draft.make(str(target), folder, options(passes=0.1), lambda *stage: told.append(stage))
+    assert not any(stage == "the target writes" for stage, *_ in told)
+    assert [p.name for p in tmp_path.iterdir()] == ["draft"]
 
 
 def test_training_resumes_from_its_last_state(target, tmp_path):
