@@ -26,6 +26,7 @@ from edgekv.bundle import Bundle
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
 
 _ROWS_AXIS = -2  # of q, k, v, cos and sin
+_ROW_INPUTS, _POSITION, _STATE, _SLOTS = (0, 1, 2, 5, 6), 3, 4, 7  # inputs of both operators
 
 
 def merged(graph_path: Path, texts: int) -> onnx.ModelProto:
@@ -40,7 +41,7 @@ def merged(graph_path: Path, texts: int) -> onnx.ModelProto:
     for node in graph.node:
         if node.op_type == "Add" and any(made.get(name) == "Range" for name in node.input):
             nodes.append(helper.make_node("Identity", ["places"], [node.output[0]]))
-        elif node.op_type == "BoundedCacheAttention":
+        elif node.op_type in ("BoundedCacheAttention", "SignVQRetrieval"):
             nodes.extend(_multiplied(node, texts, made))
         else:
             nodes.append(node)
@@ -62,23 +63,27 @@ def merged(graph_path: Path, texts: int) -> onnx.ModelProto:
 
 
 def _multiplied(node: onnx.NodeProto, texts: int, made: dict[str, str]) -> list[onnx.NodeProto]:
-    """One attention node per text between a split and a join."""
+    """One node per text between a split and a join. What a retrieval found stays apart: only the same text's attention takes it."""
     nodes, parts = [], {}
-    for name in {name for name in (*node.input[:3], *node.input[5:]) if name}:
+    for name in {node.input[i] for i in _ROW_INPUTS if i < len(node.input) and node.input[i]}:
         parts[name] = [f"{name}.of.{k}" for k in range(texts)]
         if made.get(parts[name][0]) is None:  # cos and sin serve all layers
             nodes.append(helper.make_node("Split", [name, "sizes"], parts[name], axis=_ROWS_AXIS))
             made[parts[name][0]] = "Split"
-    state = node.input[4]
+    state, attends = node.input[_STATE], node.op_type == "BoundedCacheAttention"
     for k in range(texts):
         one = onnx.NodeProto()
         one.CopyFrom(node)
         one.name = f"{node.output[0]}.{k}"
         for index, name in enumerate(node.input):
-            one.input[index] = f"position.{k}" if index == 3 else f"{state}.{k}" if index == 4 else parts[name][k] if name else ""
-        one.output[0], one.output[1] = f"{node.output[0]}.{k}", f"{state}.{k}.out"
+            of_text = {_POSITION: "position", _STATE: state, _SLOTS: name}.get(index)
+            one.input[index] = "" if not name else f"{of_text}.{k}" if of_text else parts[name][k]
+        one.output[0] = f"{node.output[0]}.{k}"
+        if attends:
+            one.output[1] = f"{state}.{k}.out"
         nodes.append(one)
-    nodes.append(helper.make_node("Concat", [f"{node.output[0]}.{k}" for k in range(texts)], [node.output[0]], axis=_ROWS_AXIS))
+    if attends:
+        nodes.append(helper.make_node("Concat", [f"{node.output[0]}.{k}" for k in range(texts)], [node.output[0]], axis=_ROWS_AXIS))
     return nodes
 
 
@@ -102,7 +107,7 @@ class Seat(OnnxRuntimeEngine):
     def _load(self, path: Path, alternating: bool) -> None:
         self._has_shift = True
 
-    def step(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
+    def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         if not 0 <= position - self._tail_base <= self.boundary - len(tokens):
             raise ValueError(f"{len(tokens)} tokens after position {position} do not fit the tail that starts at {self._tail_base}")
         self._position[0] = position

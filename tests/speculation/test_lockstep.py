@@ -37,9 +37,18 @@ def drafting(kind, loaded):
     return Speculation(drafter, FixedLength(3), loaded.vocab)
 
 
-@pytest.mark.parametrize("keep,kept,positions", [("full", 480, "original"), ("window", 48, "cache"), ("heavy", 64, "original")])
-def test_texts_in_lockstep_are_those_of_engines_of_their_own(keep, kept, positions, tmp_path):
-    made = tiny_bundle.make(tmp_path / "bundle", keep=keep, kept=kept, positions=positions)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": "full", "kept": 480, "positions": "original"},
+        {"keep": "window", "kept": 48, "positions": "cache"},
+        {"keep": "heavy", "kept": 64, "positions": "original"},
+        {"keep": "full", "kept": 480, "positions": "original", "cache": "selfindex", "retrieve": "24"},
+    ],
+    ids=lambda options: options.get("cache", options["keep"]),
+)
+def test_texts_in_lockstep_are_those_of_engines_of_their_own(options, tmp_path):
+    made = tiny_bundle.make(tmp_path / "bundle", **options)
     alone = engine.load(made, threads=1, max_rows=4)
     wanted = [text(alone, *both) for both in zip(PROMPTS, COUNTS, strict=True)]
     alone.close()
