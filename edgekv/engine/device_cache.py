@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv import layout, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy, Reads
+from edgekv.engine import Occupancy, Reads, accounting
 from edgekv.engine.device import ON_DEVICE, Device
 from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory
 from edgekv.engine.index import Index
@@ -207,21 +207,10 @@ class DeviceCache:
         self._holds_queries = False
 
     def state_hash(self, position: int) -> int:
-        digest, arena, start = 0, self.arena, 0
-        for params, layer in zip(self._params, self.bundle.layers, strict=True):
-            digest = (digest * 1099511628211 + native.state_hash(params, arena[start : start + layer["bytes"]], position)) % (1 << 64)
-            start += padded(layer["bytes"])
-        return digest
+        arena, starts = self.arena, np.cumsum([0, *(padded(layer["bytes"]) for layer in self.bundle.layers)]).tolist()
+        states = [arena[start : start + layer["bytes"]] for start, layer in zip(starts, self.bundle.layers, strict=False)]
+        return accounting.combined(native.state_hash(p, state, position) for p, state in zip(self._params, states, strict=True))
 
     def occupancy(self, position: int) -> Occupancy:
-        used, most, tail = 0, None, position - self._tail_base
         self._read_headers()
-        for layer, header in zip(self.bundle.layers, self._headers, strict=True):
-            params, body, evicted = layer["params"], int(self._fields(header)["body_count"][0]), int(self._fields(header)["evicted"][0])
-            in_full = tail + (min(params["sinks"], self._tail_base) if layout.is_selfindex(params) else 0)
-            whole = (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
-            kept = body + in_full
-            used += params["kv_heads"] * (body * layout.token_bytes(params) + in_full * whole)
-            if most is None or kept > most[0]:
-                most = kept, evicted
-        return Occupancy(self.bundle.arena_bytes, used, *most)
+        return accounting.occupancy(self.bundle, map(self._fields, self._headers), position - self._tail_base)

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from edgekv import layout, machine, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy, Reads
+from edgekv.engine import Occupancy, Reads, accounting
 from edgekv.engine.index import Index
 from edgekv.errors import BundleError, CacheFullError, NativeError, UserError
 from edgekv.retrieval import Retrieval
@@ -256,23 +256,10 @@ class OnnxRuntimeEngine:
         self._shift[0] = 0
 
     def state_hash(self, position: int) -> int:
-        digest = 0
-        for params, state in zip(self._params, self._states, strict=True):
-            digest = (digest * 1099511628211 + native.state_hash(params, state, position)) % (1 << 64)
-        return digest
+        return accounting.combined(native.state_hash(p, state, position) for p, state in zip(self._params, self._states, strict=True))
 
     def occupancy(self, position: int) -> Occupancy:
-        used, most = 0, None
-        tail = position - self._tail_base
-        for layer, header in zip(self.bundle.layers, self._headers, strict=True):
-            params, body, evicted = layer["params"], int(header["body_count"][0]), int(header["evicted"][0])
-            in_full = tail + (min(params["sinks"], self._tail_base) if layout.is_selfindex(params) else 0)
-            whole = (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
-            kept = body + in_full
-            used += params["kv_heads"] * (body * layout.token_bytes(params) + in_full * whole)
-            if most is None or kept > most[0]:
-                most = kept, evicted
-        return Occupancy(self.arena.nbytes, used, *most)
+        return accounting.occupancy(self.bundle, self._headers, position - self._tail_base)
 
     def close(self) -> None:
         self._bindings.clear()
