@@ -11,14 +11,10 @@ from edgekv import layout, native
 from edgekv.bundle import Bundle
 from edgekv.engine import Occupancy, Reads, accounting
 from edgekv.engine.device import ON_DEVICE, Device
-from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory
+from edgekv.engine.device_memory import ALIGNMENT, DeviceMemory, padded
 from edgekv.engine.index import Index
-from edgekv.errors import CacheFullError, NativeError, UserError
+from edgekv.errors import CacheFullError, NativeError
 from edgekv.retrieval import Retrieval
-
-
-def padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class DeviceCache:
@@ -34,16 +30,10 @@ class DeviceCache:
         self._ranked = bundle.layers[0]["params"].get("positions") == layout.POSITIONS["cache"]
         self._rank_limit = max(p.body_slots for p in self._params)
         self._tail_base = 0
-        sizes = [padded(layer["bytes"]) for layer in bundle.layers]
-        self.nbytes = sum(sizes)
-        try:
-            self.address = memory.alloc(self.nbytes)
-            self._states = [self.address + start for start in np.cumsum([0, *sizes[:-1]]).tolist()]
-            self.contiguous = True
-        except NativeError:
-            # Memory may be free but in pieces (seen on Jetson): one block per layer instead. L2 cannot be told to keep those.
-            self._states = self._pieces(sizes)
-            self.contiguous = False
+        sizes = [layer["bytes"] for layer in bundle.layers]
+        self.nbytes = bundle.arena_bytes
+        self._states, self.contiguous = memory.alloc_cache(sizes)
+        self.address = self._states[0]
         self.tensors: dict[str, int] = {}
         for index, state in enumerate(self._states):
             self.tensors[f"state.{index}"] = self.tensors[f"state.{index}.out"] = state
@@ -63,15 +53,6 @@ class DeviceCache:
         """Device memory that the states and their compaction take."""
         params = [native.LayerParams(**layer["params"]) for layer in bundle.layers]
         return sum(padded(layer["bytes"]) for layer in bundle.layers) + max(device.compact_workspace(p) for p in params)
-
-    def _pieces(self, sizes: list[int]) -> list[int]:
-        try:
-            return [self.memory.alloc(size) for size in sizes]
-        except NativeError as error:
-            raise UserError(
-                f"The device refused {sum(sizes) >> 20} MiB for the KV cache, also layer by layer ({error}); "
-                "close other programs or export with a smaller --kv-budget."
-            ) from None
 
     def _beginning(self, params: native.LayerParams) -> np.ndarray:
         """The bytes of an empty state up to its last one that is not zero, page-locked."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.engine.device import TO_DEVICE, TO_HOST, Device
+from edgekv.errors import NativeError, UserError
 
 ALIGNMENT = 256
 ZEROS = 1 << 20  # bytes of page-locked zeros that memory is cleared from
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class DeviceMemory:
@@ -26,6 +31,25 @@ class DeviceMemory:
         address = self.device.alloc(max(size, 1))
         self._owned.append(address)
         return address
+
+    def alloc_cache(self, sizes: list[int]) -> tuple[list[int], bool]:
+        """Addresses of one block per size, each rounded up to ALIGNMENT, and whether they lie one behind the other.
+
+        Memory may be free but in pieces (seen on Jetson): then every block is taken by itself. UserError when that is refused too.
+        """
+        sizes = [padded(size) for size in sizes]
+        try:
+            first = self.alloc(sum(sizes))
+            return [first + start for start in np.cumsum([0, *sizes[:-1]]).tolist()], True
+        except NativeError:
+            pass
+        try:
+            return [self.alloc(size) for size in sizes], False
+        except NativeError as error:
+            raise UserError(
+                f"The device refused {sum(sizes) >> 20} MiB for the KV cache, also layer by layer ({error}); "
+                "close other programs or export with a smaller --kv-budget."
+            ) from None
 
     def host(self, shape: tuple[int, ...], dtype) -> np.ndarray:
         """A zeroed page-locked array. It must not be used after `close`."""

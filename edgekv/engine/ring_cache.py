@@ -12,10 +12,9 @@ import numpy as np
 from edgekv import layout
 from edgekv.bundle import Bundle
 from edgekv.engine import Occupancy
-from edgekv.engine.device_cache import padded
-from edgekv.engine.device_memory import DeviceMemory
+from edgekv.engine.device_memory import DeviceMemory, padded
 from edgekv.engine.ring import Ring
-from edgekv.errors import CacheFullError, NativeError, UserError
+from edgekv.errors import CacheFullError, NativeError
 
 
 def layer_rings(bundle: Bundle) -> list[Ring]:
@@ -41,12 +40,9 @@ class RingCache:
         ]
         names = [(f"{name}.{i}", shape) for i, shapes in enumerate(self._shapes) for name, shape in shapes.items()]
         sizes = [padded(int(np.prod(shape)) * self.number.itemsize) for _, shape in names]
-        self.nbytes, self.contiguous = sum(sizes), True
-        try:
-            self.address = memory.alloc(self.nbytes)
-            starts = [self.address + start for start in np.cumsum([0, *sizes[:-1]]).tolist()]
-        except NativeError:  # memory may be free but in pieces
-            starts, self.contiguous = self._pieces(sizes), False
+        self.nbytes = sum(sizes)
+        starts, self.contiguous = memory.alloc_cache(sizes)
+        self.address = starts[0]
         self.tensors: dict[str, int] = {}
         for (name, _), address in zip(names, starts, strict=True):
             self.tensors[name] = self.tensors[f"{name}.out"] = address
@@ -67,15 +63,6 @@ class RingCache:
             p = layer["params"]
             total += p["kv_heads"] * (p["key_dim"] + p["value_dim"]) * ring.slots * np.dtype(number).itemsize
         return total
-
-    def _pieces(self, sizes: list[int]) -> list[int]:
-        try:
-            return [self.memory.alloc(size) for size in sizes]
-        except NativeError as error:
-            raise UserError(
-                f"The device refused {sum(sizes) >> 20} MiB for the KV cache, also layer by layer ({error}); "
-                "close other programs or export with a smaller --kv-budget."
-            ) from None
 
     def prepare(self, position: int, count: int) -> None:
         """Says where `count` tokens at `position` go and what they see."""

@@ -18,8 +18,8 @@ import numpy as np
 from edgekv.bundle import Bundle, sha256_file
 from edgekv.engine import Occupancy, Reads, tensorrt_manifest
 from edgekv.engine.device import Device
-from edgekv.engine.device_cache import DeviceCache, padded
-from edgekv.engine.device_memory import DeviceMemory
+from edgekv.engine.device_cache import DeviceCache
+from edgekv.engine.device_memory import DeviceMemory, padded
 from edgekv.engine.ring_cache import RingCache
 from edgekv.engine.tensorrt_build import load_plugins
 from edgekv.errors import NativeError, UserError
