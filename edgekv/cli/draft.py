@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from edgekv.cli._stages import stages
 from edgekv.errors import UserError
 
 
@@ -28,7 +29,6 @@ def command(model: str, target: Path, kv_budget: str | None, weights: str, force
     """Makes a draft for MODEL (a Hugging Face directory, a hub id or a .gguf file): fewer layers, fewer output tokens, trained
     on what MODEL itself writes. Ctrl-C keeps the work; the same command goes on with it."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     try:
         from edgekv.export import draft, exporter
@@ -41,21 +41,11 @@ def command(model: str, target: Path, kv_budget: str | None, weights: str, force
     policy = CachePolicy(keep="window", positions="cache")
     wanted = exporter.Options(policy=policy, budget=parse_budget(kv_budget or "1024tok"), weights=weights, force=force)
     options = draft.Options(export=wanted, **training)
-    columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        task, current = progress.add_task("starting", total=None), "starting"
-
-        def report(stage: str, done: int | None, total: int | None) -> None:
-            nonlocal task, current
-            if stage.split(",")[0] != current:
-                progress.stop_task(task)
-                task, current = progress.add_task(stage, total=total), stage.split(",")[0]
-            progress.update(task, description=stage, completed=done or 0, total=total)
-
-        try:
+    try:
+        with stages(console) as report:
             made = draft.make(model, target, options, report)
-        except KeyboardInterrupt:
-            raise UserError(f"Stopped. The same command goes on with the work in {target}.training.") from None
+    except KeyboardInterrupt:
+        raise UserError(f"Stopped. The same command goes on with the work in {target}.training.") from None
     agreement = made.agreement
     console.print(
         f"{target}: {len(made.layers)} layers {made.layers}, {made.head_tokens} tokens (they cover {made.coverage:.1%} of what the target says)\n"

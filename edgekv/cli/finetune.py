@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
 
 import click
+
+from edgekv.cli._common import Interrupts
+from edgekv.cli._stages import stages
 
 
 @click.command("finetune", short_help="Train a model to do with thinner keys.")
@@ -36,27 +37,12 @@ def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...
     The result is a model directory for `edgekv export`. On several GPUs or processes: accelerate launch -m edgekv finetune MODEL ...
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from edgekv.export.thin import finetune
 
-    console, interrupted = Console(stderr=True, highlight=False), threading.Event()
-    before = signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame) if interrupted.is_set() else interrupted.set())
-    columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    try:
-        with Progress(*columns, console=console) as progress:
-            task, current = progress.add_task("starting", total=None), "starting"
-
-            def report(stage: str, done: int | None, total: int | None) -> None:
-                nonlocal task, current
-                if stage.split(",")[0] != current:
-                    progress.stop_task(task)
-                    task, current = progress.add_task(stage, total=total), stage.split(",")[0]
-                progress.update(task, description=stage, completed=done or 0, total=total)
-
-            figures = finetune.make_model(model, target, finetune.Options(texts=texts, **options), report, lambda step: interrupted.is_set())
-    finally:
-        signal.signal(signal.SIGINT, before)
+    console = Console(stderr=True, highlight=False)
+    with Interrupts() as interrupted, stages(console) as report:
+        figures = finetune.make_model(model, target, finetune.Options(texts=texts, **options), report, lambda step: interrupted())
     if figures is None:
         console.print(f"Stopped. The same command goes on with the work in {target}.training.", markup=False)
         ctx.exit(130)
