@@ -59,6 +59,8 @@ def load(folder: Path) -> list[KeyMaps] | None:
     for index, layer in enumerate(maps):
         if layer.query.dim() != 3 or layer.key.dim() != 3 or layer.query.shape[1:] != layer.key.shape[1:]:
             raise UserError(f"{path} is damaged (the maps of layer {index} do not fit each other); make it again with `edgekv finetune`.")
+        if not (torch.isfinite(layer.query).all() and torch.isfinite(layer.key).all()):
+            raise UserError(f"{path} is damaged (the maps of layer {index} are not all numbers); make it again with `edgekv finetune`.")
     return maps
 
 
