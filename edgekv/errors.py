@@ -1,4 +1,4 @@
-"""What edgekv raises. The command line prints the sentence of a `UserError` and exits with 2; anything else is a defect."""
+"""What edgekv raises. The command line prints the sentence and exits with 2; a traceback, from anything else, is a defect."""
 
 
 class EdgekvError(Exception):

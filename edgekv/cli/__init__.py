@@ -15,13 +15,13 @@ from typing import Any
 import click
 
 from edgekv import __version__
-from edgekv.errors import UserError
+from edgekv.errors import EdgekvError, UserError
 
 INTERRUPTED = 130  # the shell's own convention: 128 + SIGINT
 
 
 class LazyGroup(click.Group):
-    """Finds commands by file name and turns `UserError` into one sentence and exit code 2."""
+    """Finds commands by file name and turns edgekv's own errors into one sentence and exit code 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         names = (module.name for module in pkgutil.iter_modules(__path__))
@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except UserError as error:
+        except EdgekvError as error:
             code = INTERRUPTED if interrupts else 2  # a library that is interrupted may fail in a way of its own
             if not interrupts:
                 click.echo(f"edgekv: {error}", err=True)

@@ -21,6 +21,7 @@ _MAX_BINDINGS = 64  # remembered (T, R) pairs; each holds only references
 _ORT_ERRORS = tuple(
     error for error in vars(ort.capi.onnxruntime_pybind11_state).values() if isinstance(error, type) and issubclass(error, Exception)
 ) + (RuntimeError,)
+_OTHER_LAYER = "the state was made for a layer with other parameters"  # plugins/cpu/state.cpp says it of a state that is not the graph's
 
 
 def _mib(count: int) -> str:
@@ -91,10 +92,12 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -
 
 
 def run_bound(session: ort.InferenceSession, binding: Any, bundle: Bundle) -> None:
-    """Runs a step; NativeError with the operator's own sentence when it refuses."""
+    """Runs a step; NativeError with the operator's own sentence when it refuses, BundleError when states do not fit the graph."""
     try:
         session.run_with_iobinding(binding)
     except _ORT_ERRORS as error:
+        if _OTHER_LAYER in str(error):
+            raise BundleError(f"The graph and the manifest of {bundle.folder} describe different caches; export the bundle again.") from None
         raise NativeError(f"ONNX Runtime could not run {bundle.graph_path}: {error}") from None
 
 

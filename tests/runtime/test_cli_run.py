@@ -13,6 +13,8 @@ import pytest
 import tiny_bundle
 from tiny_bundle import follow
 
+from edgekv import bundle
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -113,16 +115,27 @@ def test_reader_that_leaves_early_is_no_error(folder):
     ],
 )
 def test_pain_16_wrong_options_get_one_sentence(refused, folder, tmp_path, arguments, words):
-    bundle = folder / "hi"
+    chosen = folder / "hi"
     if arguments == ["--prompt", ""]:
-        bundle = tiny_bundle.make(tmp_path / "b", change=lambda m: m["model"].update(bos_token_id=None)).folder
-    assert words in refused("run", bundle, *arguments)
+        chosen = tiny_bundle.make(tmp_path / "b", change=lambda m: m["model"].update(bos_token_id=None)).folder
+    assert words in refused("run", chosen, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["--max-tokens", "-1"], ["--threads", "0"], ["--no-such-option"], ["--seed", "x"], ["--top-k", "1.5"]])
 def test_pain_16_options_out_of_range_are_refused_at_parse_time(edgekv, folder, arguments):
     done = edgekv("run", folder / "hi", "--prompt", "x", *arguments)
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"Error: " in done.stderr and done.stdout == b""
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_a_manifest_of_another_cache_than_the_graphs(refused, tmp_path, command):
+    """Every field is sensible by itself; that the graph was made for others shows when it runs."""
+    made = tiny_bundle.make(tmp_path / "other")
+    for layer in made.layers:
+        layer["params"]["scale"] *= 2
+    bundle.seal(made.folder, {**made.manifest, "layers": made.layers})
+    more = {"run": ["--prompt", "x"], "eval": ["--tokens", "64", "--tasks", "none"]}[command]
+    assert "describe different caches; export the bundle again" in refused(command, made.folder, *more)
 
 
 def test_prompt_that_is_not_utf8(refused, folder, tmp_path):
