@@ -18,19 +18,15 @@
 namespace edgekv::ort {
 namespace {
 
-constexpr int64_t kBlock = 32;
 constexpr int64_t kRowsPerItem = 16;
 
-int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
-
-void append(const float* x, int64_t columns, float* y) {
-  const int64_t wide = padded(columns), count = wide / kBlock;
-  memcpy(y, x, columns * sizeof(float));
-  std::fill(y + columns, y + wide + padded(count), 0.0f);
-  for (int64_t b = 0; b < count; ++b) {
+void append(const BlockSumsCall& c, const float* x, float* y) {
+  memcpy(y, x, c.columns * sizeof(float));
+  std::fill(y + c.columns, y + c.width, 0.0f);
+  for (int64_t b = 0; b < c.wide / kSumBlock; ++b) {
     float lanes[8] = {};
-    for (int64_t i = 0; i < kBlock; ++i) lanes[i % 8] += y[b * kBlock + i];
-    y[wide + b] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+    for (int64_t i = 0; i < kSumBlock; ++i) lanes[i % 8] += y[b * kSumBlock + i];
+    y[c.wide + b] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
   }
 }
 
@@ -42,22 +38,16 @@ struct Kernel {
 };
 
 int Kernel::compute(KernelContext* context) const {
-  Tensor x;
-  if (read_input(api, context, 0, &x)) return 1;
-  if (x.rank < 1 || x.data == nullptr) return fail("x must have at least one row and one column");
-  const int64_t columns = x.dims[x.rank - 1], rows = x.size() / columns, wide = padded(columns) + padded(padded(columns) / kBlock);
-  int64_t shape[Tensor::kMaxRank];
-  std::copy(x.dims, x.dims + x.rank, shape);
-  shape[x.rank - 1] = wide;
+  BlockSumsCall call;
   void* out;
-  if (make_output(api, context, 0, shape, x.rank, &out)) return 1;
-  const float* from = static_cast<const float*>(x.data);
+  if (read_block_sums(api, context, &call) || make_output(api, context, 0, call.shape, call.x.rank, &out)) return 1;
+  const float* from = static_cast<const float*>(call.x.data);
   float* to = static_cast<float*>(out);
-  const auto some = [=](size_t item) {
-    for (int64_t r = int64_t(item) * kRowsPerItem; r < std::min(rows, (int64_t(item) + 1) * kRowsPerItem); ++r)
-      append(from + r * columns, columns, to + r * wide);
+  const auto some = [&](size_t item) {
+    for (int64_t r = int64_t(item) * kRowsPerItem; r < std::min(call.rows, (int64_t(item) + 1) * kRowsPerItem); ++r)
+      append(call, from + r * call.columns, to + r * call.width);
   };
-  const size_t items = size_t((rows + kRowsPerItem - 1) / kRowsPerItem);
+  const size_t items = size_t((call.rows + kRowsPerItem - 1) / kRowsPerItem);
   if (items == 1) {
     some(0);
   } else {

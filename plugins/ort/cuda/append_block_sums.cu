@@ -1,7 +1,6 @@
 // edgekv::AppendBlockSums for ONNX Runtime's CUDA provider: the same bits as plugins/ort/append_block_sums.cpp, one warp per block of 32.
-#include <algorithm>
-
 #include "cuda/platform.cuh"
+#include "ort/append_block_sums.h"
 #include "ort/cuda/cuda_op.h"
 
 namespace edgekv::cuda {
@@ -37,10 +36,9 @@ __global__ void append_block_sums(BlockSums s) {
 namespace edgekv::ort {
 namespace {
 
-constexpr int64_t kBlock = cuda::kBlock;
 constexpr int64_t kMostRows = 65535;  // of a grid's second dimension
 
-int64_t padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
+static_assert(cuda::kBlock == kSumBlock, "the kernel sums what the other op sums");
 
 struct Kernel {
   static constexpr const char* kName = "AppendBlockSums";
@@ -50,19 +48,14 @@ struct Kernel {
 };
 
 int Kernel::compute(KernelContext* context) const {
-  Tensor x;
-  if (read_input(api, context, 0, &x)) return 1;
-  if (x.rank < 1 || x.data == nullptr) return fail("x must have at least one row and one column");
-  const int64_t columns = x.dims[x.rank - 1], rows = x.size() / columns, wide = padded(columns), blocks = wide / kBlock;
-  if (rows > kMostRows) return fail("x has more than %lld rows", (long long)kMostRows);
-  int64_t shape[Tensor::kMaxRank];
-  std::copy(x.dims, x.dims + x.rank, shape);
-  shape[x.rank - 1] = wide + padded(blocks);
+  BlockSumsCall c;
+  if (read_block_sums(api, context, &c)) return 1;
+  if (c.rows > kMostRows) return fail("x has more than %lld rows", (long long)kMostRows);
   void *y, *stream;
-  if (make_output(api, context, 0, shape, x.rank, &y) || stream_of(api, context, &stream)) return 1;
-  const cuda::BlockSums s = {static_cast<const float*>(x.data), static_cast<float*>(y), columns, blocks, wide, shape[x.rank - 1]};
-  const unsigned groups = unsigned((padded(blocks) + cuda::kWarpsPerBlock - 1) / cuda::kWarpsPerBlock);
-  EDGEKV_LAUNCH(cuda::append_block_sums, dim3(groups, unsigned(rows)), dim3(32 * cuda::kWarpsPerBlock), 0, static_cast<cudaStream_t>(stream), s);
+  if (make_output(api, context, 0, c.shape, c.x.rank, &y) || stream_of(api, context, &stream)) return 1;
+  const cuda::BlockSums s = {static_cast<const float*>(c.x.data), static_cast<float*>(y), c.columns, c.wide / kSumBlock, c.wide, c.width};
+  const unsigned groups = unsigned((whole_sum_blocks(s.blocks) + cuda::kWarpsPerBlock - 1) / cuda::kWarpsPerBlock);
+  EDGEKV_LAUNCH(cuda::append_block_sums, dim3(groups, unsigned(c.rows)), dim3(32 * cuda::kWarpsPerBlock), 0, static_cast<cudaStream_t>(stream), s);
   const cudaError_t failed = cudaGetLastError();
   return failed == cudaSuccess ? 0 : fail("%s", cudaGetErrorString(failed));
 }
