@@ -73,14 +73,7 @@ int32_t CacheAttention::enqueue(const nvinfer1::PluginTensorDesc* in, const nvin
   if (data[kState] != out[kStateOut]) return refuse("state and its output must be the same memory");
   EdgekvStep s{};
   if (!rows(in, data, s)) return refuse("q, k, v or slots has a shape that does not fit the attributes");
-  s.half = in[kQ].type == DataType::kHALF;
-  if (params_.fused_rotary) {
-    s.cos = data[kCos];
-    s.sin = data[kSin];
-    s.table = int(in[kCos].dims.d[in[kCos].dims.nbDims - 1]);
-    s.table_half = in[kCos].type == DataType::kHALF;
-  }
-  s.position = static_cast<const long long*>(data[kPosition]);
+  view_step(in, data, kQ, kPosition, kCos, s);
   s.y = out[kY];
   return edgekv_cuda_step(&params_, out[kStateOut], &s, workspace, stream) ? refuse(edgekv_cuda_last_error()) : 0;
 }

@@ -50,6 +50,17 @@ bool LayerPlugin::state_fits(const DimsExprs& state) const {
   return bytes && (!bytes->isConstant() || bytes->getConstantValue() == (long long)state_layout(params_).bytes);
 }
 
+void LayerPlugin::view_step(const nvinfer1::PluginTensorDesc* in, const void* const* data, int32_t q, int32_t position, int32_t cos,
+                            EdgekvStep& s) const {
+  s.half = in[q].type == nvinfer1::DataType::kHALF;
+  s.position = static_cast<const long long*>(data[position]);
+  if (!params_.fused_rotary) return;
+  s.cos = data[cos];
+  s.sin = data[cos + 1];
+  s.table = int(in[cos].dims.d[in[cos].dims.nbDims - 1]);
+  s.table_half = in[cos].type == nvinfer1::DataType::kHALF;
+}
+
 int LayerPlugin::most_rows(const Dims& q) const {
   const long long most = tokens_of(q);
   return most < 1 ? 0 : int(most < params_.tail_slots ? most : params_.tail_slots);

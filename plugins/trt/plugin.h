@@ -56,6 +56,8 @@ class LayerPlugin : public nvinfer1::IPluginV3,
  protected:
   // Whether the state has the size that the attributes ask for, as far as shapes tell while building.
   bool state_fits(const nvinfer1::DimsExprs& state) const;
+  // What the rows of a step have in common: their type, the position, and with fused_rotary the tables, at the places given.
+  void view_step(const nvinfer1::PluginTensorDesc* in, const void* const* data, int32_t q, int32_t position, int32_t cos, EdgekvStep& step) const;
   // Rows for a workspace: the most there may be, but no more than the tail takes.
   int most_rows(const nvinfer1::Dims& q) const;
   int32_t refuse(const char* sentence) const { return log_error(name_, sentence), 1; }

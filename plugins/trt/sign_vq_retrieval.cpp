@@ -61,14 +61,7 @@ int32_t SignVQRetrieval::enqueue(const nvinfer1::PluginTensorDesc* in, const nvi
   if (data[kState] != out[kStateOut]) return refuse("state and its output must be the same memory");
   EdgekvStep s{};
   if (!rows(in, data[kQ], s)) return refuse("q has a shape that does not fit the attributes");
-  s.half = in[kQ].type == DataType::kHALF;
-  if (params_.fused_rotary) {
-    s.cos = data[kCos];
-    s.sin = data[kSin];
-    s.table = int(in[kCos].dims.d[in[kCos].dims.nbDims - 1]);
-    s.table_half = in[kCos].type == DataType::kHALF;
-  }
-  s.position = static_cast<const long long*>(data[kPosition]);
+  view_step(in, data, kQ, kPosition, kCos, s);
   auto* slots = static_cast<unsigned*>(out[kSlots]);
   return edgekv_cuda_retrieve(&params_, out[kStateOut], &s, slots, workspace, stream) ? refuse(edgekv_cuda_last_error()) : 0;
 }
