@@ -8,7 +8,6 @@ the bundle is complete.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from edgekv.bundle import Bundle, open_bundle, update_manifest
 from edgekv.errors import EdgekvError, UserError
-from edgekv.export import draft_corpus, draft_student, draft_train, exporter, load, parity
+from edgekv.export import draft_corpus, draft_student, draft_train, exporter, load, parity, training_folder
 from edgekv.export.quiet import quiet
 from edgekv.export.thin import maps
 from edgekv.generation.template import ChatTemplate
@@ -86,7 +85,8 @@ def make(model: str, target: Path, options: Options, report: Report = lambda sta
     parity.check_memory(source)
     if options.threads:
         torch.set_num_threads(options.threads)
-    work = _work_folder(target, source, options)
+    work = target.parent / f"{target.name}.training"
+    training_folder.claim(work, "draft", source, options.training(), options.fresh)
     teacher = _teacher(source)
     count = teacher.config.num_hidden_layers
     kept = draft_student.layers_to_keep(count, _layers(options, count))
@@ -151,26 +151,6 @@ def _layers(options: Options, count: int) -> int:
     if not 1 <= wanted < count:
         raise UserError(f"--layers must be between 1 and {count - 1} for a model with {count} layers.")
     return wanted
-
-
-def _work_folder(target: Path, source: load.Source, options: Options) -> Path:
-    """The folder of the training run, empty unless it is the same one as before."""
-    work = target.parent / f"{target.name}.training"
-    asked = {"model": source.name, "checkpoint_bytes": source.checkpoint.bytes, **options.training()}
-    record = work / "options.json"
-    if work.exists():
-        if not record.is_file():
-            raise UserError(f"{work} is in the way: it is not the work of `edgekv draft`. Move it or give another name.")
-        if options.fresh:
-            shutil.rmtree(work)
-        elif json.loads(record.read_text()) != json.loads(json.dumps(asked)):
-            raise UserError(f"{work} belongs to a draft with other options; give those to go on with it, or --fresh to start over.")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(asked, indent=1))
-    except OSError as error:
-        raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
-    return work
 
 
 def _teacher(source: load.Source) -> Any:

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer
 
 from edgekv.errors import UserError
-from edgekv.export import exporter, load, parity, rope
+from edgekv.export import exporter, load, parity, rope, training_folder
 from edgekv.export.quiet import quiet
 from edgekv.export.thin import make, maps, ranks, train, trainable
 
@@ -79,7 +79,7 @@ def make_model(
     corpus = _corpus(source, options, int(plain.get_output_embeddings().weight.shape[0]), context)
     work = target.parent / f"{target.name}.training"
     if main:
-        _claim(work, source, options)
+        training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
     start = _start(plain, source, corpus, wanted, options, context, work, accelerator, say)
 
@@ -129,24 +129,6 @@ def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> 
     if corpus is None:
         raise UserError(f"The texts have {len(ids)} tokens and at least {2 * length} are needed; give more text or a shorter --length.")
     return corpus
-
-
-def _claim(work: Path, source: load.Source, options: Options) -> None:
-    """Makes the folder of the run, empty unless it is the same one as before."""
-    asked = json.loads(json.dumps({"model": source.name, "checkpoint_bytes": source.checkpoint.bytes, **options.training()}))
-    record = work / "options.json"
-    if work.exists():
-        if not record.is_file():
-            raise UserError(f"{work} is in the way: it is not the work of `edgekv finetune`. Move it or give another name.")
-        if options.fresh:
-            shutil.rmtree(work)
-        elif json.loads(record.read_text()) != asked:
-            raise UserError(f"{work} belongs to a fine-tune with other options; give those to go on with it, or --fresh to start over.")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(asked, indent=1))
-    except OSError as error:
-        raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
 
 
 def _start(

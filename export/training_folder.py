@@ -1,0 +1,47 @@
+"""The folder of a training run, which a later call of the same command goes on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgekv.errors import UserError
+from edgekv.export.load import Source
+
+RECORD = "options.json"
+
+
+def claim(work: Path, command: str, source: Source, options: Mapping[str, Any], fresh: bool) -> None:
+    """Makes the folder, empty unless the same command has begun the same run there before.
+
+    command  its name, for the sentences
+    options  what decides the outcome of the run, as JSON takes it; kept in the folder beside the model's name and size
+    fresh    starts over in a folder of the command
+
+    Raises UserError when the folder belongs to something else, to a run with other options, or cannot be written.
+    """
+    asked = json.loads(json.dumps({"model": source.name, "checkpoint_bytes": source.checkpoint.bytes, **options}))
+    record = work / RECORD
+    if work.exists():
+        if not record.is_file():
+            raise UserError(f"{work} is in the way: it is not the work of `edgekv {command}`. Move it or give another name.")
+        if fresh:
+            shutil.rmtree(work)
+        elif _read(record) != asked:
+            raise UserError(f"{work} belongs to an `edgekv {command}` with other options; give those to go on with it, or --fresh to start over.")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(asked, indent=1))
+    except OSError as error:
+        raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
+
+
+def _read(record: Path) -> Any:
+    """None for what is no JSON, as after a crash: nothing equals it."""
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError):
+        return None

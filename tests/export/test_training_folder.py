@@ -1,0 +1,57 @@
+"""Whose a training folder is: the same run goes on, everything else is refused, and nothing that lies there crashes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from edgekv.errors import UserError
+from edgekv.export import training_folder
+
+SOURCE = SimpleNamespace(name="model", checkpoint=SimpleNamespace(bytes=7))
+OPTIONS = {"tokens": 5, "texts": ("a.txt",)}
+
+
+def claim(folder, options=OPTIONS, source=SOURCE, fresh=False):
+    training_folder.claim(folder, "draft", source, options, fresh)
+
+
+def test_the_same_run_goes_on(tmp_path):
+    folder = tmp_path / "deep" / "work"
+    claim(folder)
+    (folder / "done").write_text("x")
+    claim(folder)
+    assert (folder / "done").is_file()
+    claim(folder, {"tokens": 6}, fresh=True)
+    assert not (folder / "done").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"options": {"tokens": 6}}, {"source": SimpleNamespace(name="other", checkpoint=SOURCE.checkpoint)},
+     {"source": SimpleNamespace(name="model", checkpoint=SimpleNamespace(bytes=8))}],
+)  # fmt: skip
+def test_another_run_is_refused(tmp_path, change):
+    claim(tmp_path / "work")
+    with pytest.raises(UserError, match="with other options"):
+        claim(tmp_path / "work", **change)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])
+def test_a_damaged_record_is_another_run(tmp_path, content):
+    claim(tmp_path / "work")
+    (tmp_path / "work" / training_folder.RECORD).write_bytes(content)
+    with pytest.raises(UserError, match="--fresh to start over"):
+        claim(tmp_path / "work")
+    claim(tmp_path / "work", fresh=True)
+
+
+def test_what_is_no_work_of_the_command_is_left_alone(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "mine").write_text("x")
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="in the way"):
+            claim(tmp_path / "work", fresh=fresh)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be written|in the way"):
+        claim(tmp_path / "file")
+    assert (tmp_path / "work" / "mine").is_file()
