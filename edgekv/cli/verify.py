@@ -25,7 +25,7 @@ def command(bundle: Path, engine_folder: Path | None, tokens: int, threshold: fl
     code 1 when something differs.
     """
     from edgekv import bundle as bundles
-    from edgekv import checks
+    from edgekv.verification import checks
 
     opened = bundles.open_bundle(bundle, verify)
     results = checks.run_all(opened, engine_folder, tokens, threshold, report=None if as_json else show)

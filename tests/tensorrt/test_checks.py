@@ -10,10 +10,11 @@ from fake_tensorrt import FakeDevice
 from test_tensorrt_engine import Place, library  # noqa: F401
 from tiny_bundle import make
 
-from edgekv import checks, comparison, layout
+from edgekv import layout
 from edgekv.cli.verify import command
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
 from edgekv.engine.tensorrt import TensorRTEngine
+from edgekv.verification import checks, comparison
 
 
 PACKED = {"keep": "full", "kept": 128, "context": 512, "sinks": 12, "cache": "selfindex"}

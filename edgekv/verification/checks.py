@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgekv import comparison, layout, native
+from edgekv import layout, native
 from edgekv.bundle import Bundle
 from edgekv.engine.device import TO_DEVICE, TO_HOST, Device
 from edgekv.errors import EdgekvError, NativeError, UserError
 from edgekv.reference import ReferenceCache
 from edgekv.reference.self_index import SelfIndexCache
+from edgekv.verification import comparison
 
 # Largest difference of an attention output from the reference. Keys and values are stored alike, so only sums differ in order.
 TOLERANCE = {layout.ELEMENTS["fp32"]: 1e-4, layout.ELEMENTS["fp16"]: 2e-3}
