@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from edgekv import machine
 from edgekv.bundle import Bundle
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine
-from edgekv.errors import EdgekvError, UserError
+from edgekv.errors import BundleError, EdgekvError, UserError
 from edgekv.export import rope
 from edgekv.export.load import Source
 from edgekv.export.parity_text import TEXT
@@ -197,9 +197,9 @@ def check(source: Source, bundle: Bundle, room: int, maps: Sequence[KeyMaps] | N
     original = original_logits(source, ids, bundle.model["context"], maps)
     try:
         ours = bundle_logits(bundle, ids)
-    except UserError:
-        raise
     except EdgekvError as error:
+        if isinstance(error, UserError) and not isinstance(error, BundleError):
+            raise
         raise UserError(f"The exported model does not run: {error}") from None
     limits = LIMITS[bundle.manifest["weights"]["format"], bundle.manifest["policy"]["element"]]
     return judged(original, ours, ids, limits, bundle.boundary if bundle.compressed else None)

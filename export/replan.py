@@ -135,9 +135,9 @@ def _compare(source: Bundle, new: Bundle, planned: Plan) -> None:
         raise UserError(f"The caches are too small to compare {new.folder.name} with {source.folder}; use --no-parity.")
     try:
         logits = parity.bundle_logits(source, ids), parity.bundle_logits(new, ids)
-    except UserError:
-        raise
     except EdgekvError as error:
+        if isinstance(error, UserError) and not isinstance(error, BundleError):
+            raise
         raise UserError(f"{source.folder} with another cache does not run: {error}") from None
     elements = {source.manifest["policy"].get("element"), planned.policy.element}
     # Integer formats round activations as well, and another boundary makes other blocks of rows: the last bit of a sum can move a code.
