@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv import bundle, engine, machine
+from edgekv.engine import pool
 from edgekv.generation.adaptive import MAX_GAMMA, AdaptiveLength, FixedLength
 from edgekv.generation.decoders import plain
 from edgekv.generation.drafters.choose import choose
@@ -149,9 +150,11 @@ def main() -> None:
     ends = set() if arguments.ignore_eos else set(opened.model["eos_token_ids"])
     gammas = [int(gamma) for gamma in arguments.gammas.split(",") if gamma]
     ways: list[int | None] = [*gammas, None]
+    if choice.bundle:
+        pool.share(arguments.threads or machine.default_threads())
     alone = engine.load(opened, arguments.threads)
     rows = max([MAX_GAMMA, *gammas]) + 1
-    shared = engine.load(opened, arguments.threads, max_rows=rows, alternating=choice.bundle is not None, beside=choice.bundle)
+    shared = engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle)
     drafter = choice.make(shared)
 
     times: dict[object, list[Result]] = {way: [] for way in ["plain", *ways]}

@@ -24,7 +24,8 @@ from typing import Any
 import lockstep
 import numpy as np
 
-from edgekv import bundle, engine, layout
+from edgekv import bundle, engine, layout, machine
+from edgekv.engine import pool
 from edgekv.generation.adaptive import MAX_GAMMA, AdaptiveLength, FixedLength
 from edgekv.generation.decoders import plain
 from edgekv.generation.drafters.choose import Choice, choose
@@ -129,7 +130,8 @@ def main() -> None:
         opened = bundle.open_bundle(path, verify=False)
         tokenizer = load_tokenizer(opened)
         prompt = tokenizer.encode(arguments.prompt_file.read_text(encoding="utf-8")).ids[: arguments.prompt_tokens]
-        loaded = engine.load(opened, arguments.threads, max_rows=MAX_GAMMA + 1, alternating=True)
+        pool.share(arguments.threads or machine.default_threads())
+        loaded = engine.load(opened, arguments.threads, max_rows=MAX_GAMMA + 1)
         start, wanted = time.perf_counter(), plain_text(loaded, prompt, options, arguments.tokens)
         held = loaded.occupancy(len(prompt) + len(wanted.tokens) - 1)
         print(f"{path.name}: {len(wanted.tokens)} tokens ({len(set(wanted.tokens))} different ones) behind {len(prompt)}, {held.kept} kept, "

@@ -104,8 +104,8 @@ class Seat(OnnxRuntimeEngine):
         self._table = table
         super().__init__(bundle, threads=1, max_rows=max_rows)
 
-    def _load(self, path: Path, alternating: bool) -> None:
-        self._has_shift = True
+    def _open(self) -> None:
+        self._has_shift = True  # the table's own graph computes
 
     def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         if not 0 <= position - self._tail_base <= self.boundary - len(tokens):

@@ -38,7 +38,15 @@ class Drafting:
         check_caches(target, draft, limit)
         self.engine_options: dict[str, Any] = {}
         if self._choice:
-            self.engine_options = {"max_rows": (gamma or MAX_GAMMA) + 1, "alternating": draft is not None, "beside": draft}
+            self.engine_options = {"max_rows": (gamma or MAX_GAMMA) + 1, "beside": draft}
+
+    def share_threads(self, threads: int | None) -> None:
+        """One pool of threads for the target and a bundle that drafts for it; to be called before either is loaded."""
+        if self._choice and self._choice.bundle:
+            from edgekv import machine
+            from edgekv.engine import pool
+
+            pool.share(threads or machine.default_threads())
 
     def start(self, loaded: Any) -> None:
         """Makes the drafter for the loaded target."""

@@ -122,6 +122,7 @@ def command(
     run = runner(opened, options, prompt, system, interactive)
     drafting = Drafting(draft, gamma, opened, run.tokenizer, verify, limit)
     account = _traffic.Traffic(traffic, traffic_json, traffic_html, device)
+    drafting.share_threads(threads)
     loaded = engine.load(opened, threads, kind=kind, **drafting.engine_options)
     try:
         _common.set_retrieval(loaded, amount, rerank)

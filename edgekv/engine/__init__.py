@@ -121,7 +121,6 @@ def load(
     bundle: Bundle,
     threads: int | None = None,
     max_rows: int = 1,
-    alternating: bool = False,
     beside: Bundle | None = None,
     kind: str = "onnxruntime",
 ) -> Engine:
@@ -130,7 +129,6 @@ def load(
     kind         one of KINDS: ONNX Runtime (on the GPU when `onnxruntime_cuda.refusal` finds nothing against it, else on the CPU), or
                  TensorRT with the plan that `edgekv build` left beside the bundle
     max_rows     sizes the logits buffer, allocated once
-    alternating  for engines that take turns in one process: the threads of one sleep while the other computes
     beside       a bundle that will be loaded too: both must fit the memory
     """
     if kind == "tensorrt":
@@ -142,4 +140,4 @@ def load(
 
     if onnxruntime_cuda.refusal(bundle) is None:
         return onnxruntime_cuda.OnnxRuntimeCudaEngine(bundle, max_rows=max_rows)
-    return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows, alternating=alternating, beside=beside)
+    return OnnxRuntimeEngine(bundle, threads=threads, max_rows=max_rows, beside=beside)

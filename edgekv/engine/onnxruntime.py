@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from edgekv import layout, machine, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy, Reads, accounting
+from edgekv.engine import Occupancy, Reads, accounting, pool
 from edgekv.engine.index import Index
 from edgekv.errors import BundleError, CacheFullError, NativeError, UserError
 from edgekv.retrieval import Retrieval
@@ -52,13 +52,10 @@ def _query_plane(params: dict[str, Any], state: np.ndarray) -> np.ndarray:
     return state[at.tail_q : at.tail_q + (size if layout.keeps_scores(params) else 0)]
 
 
-def session_options(threads: int, alternating: bool = False, library: Path = native.LIBRARY) -> ort.SessionOptions:
+def session_options(threads: int, library: Path = native.LIBRARY) -> ort.SessionOptions:
     """Options of every session that edgekv makes, with the operators of one library registered."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    if alternating:
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.inter_op_num_threads = 1
+    pool.use(options, threads)
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors come back as exceptions; printing them too would break the one sentence
@@ -104,9 +101,9 @@ def run_bound(session: ort.InferenceSession, binding: Any, bundle: Bundle) -> No
 class OnnxRuntimeEngine:
     """Runs a bundle on the CPU; see `edgekv.engine.Engine` for what each method promises.
 
-    threads   of the graph and of compaction; None takes the physical cores this process may use
+    threads   of the graph and of compaction; None takes the physical cores this process may use, and a shared pool has its own number
     max_rows  rows of logits that one step can give
-    alternating, beside: see `edgekv.engine.load`
+    beside    see `edgekv.engine.load`
 
     Raises UserError when memory or threads do not fit, BundleError when the graph and the manifest disagree.
     """
@@ -116,13 +113,12 @@ class OnnxRuntimeEngine:
         bundle: Bundle,
         threads: int | None = None,
         max_rows: int = 1,
-        alternating: bool = False,
         beside: Bundle | None = None,
     ):
         if threads is not None and not 1 <= threads <= 1024:
             raise UserError("--threads must be between 1 and 1024.")
         self.bundle = bundle
-        self.threads = threads or machine.default_threads()
+        self.threads = pool.size(threads or machine.default_threads())
         self.boundary = bundle.boundary
         self.chunk = min(bundle.chunk, self.boundary)
         self.max_rows = max_rows
@@ -157,14 +153,17 @@ class OnnxRuntimeEngine:
         self._ids = np.zeros((1, self.chunk), np.int64)
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
-        options = session_options(self.threads, alternating)
-        session, self._has_shift = open_session(bundle, options, ["CPUExecutionProvider"])
-        self._session: ort.InferenceSession | None = session
+        self._session: ort.InferenceSession | None = None
+        self._open()
         machine.populate(bundle.folder)
         machine.huge_pages()
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
+
+    def _open(self) -> None:
+        """Makes the run-time's session."""
+        self._session, self._has_shift = open_session(self.bundle, session_options(self.threads), ["CPUExecutionProvider"])
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from edgekv.generation.costs import Duration, StepCosts
+from edgekv.generation.costs import Duration, Pace, StepCosts
 from edgekv.generation.drafters import Drafter
 
 MAX_GAMMA = 16  # most tokens of one draft
@@ -65,6 +65,7 @@ class AdaptiveLength:
         self.most = most
         self.steps = StepCosts(most + 1)
         self.first_law, self.next_law = Duration(), Duration()
+        self.pace = Pace()  # all times that are kept are those of the usual pace
         self._clock = clock
         priors = [drafter.prior(grade) for grade in range(drafter.grades)]
         # Tokens judged and accepted by grade, decayed; the drafter's own guess counts as if it were measured.
@@ -89,13 +90,13 @@ class AdaptiveLength:
 
     @property
     def plain_rate(self) -> float:
-        """Tokens per second without drafts, 0 while unknown."""
+        """Tokens per second without drafts at the usual pace, 0 while unknown."""
         seconds = self.steps.seconds[1]
         return 1.0 / seconds if seconds > 0 else 0.0
 
     @property
     def rate(self) -> float:
-        """Tokens per second that decoding achieves."""
+        """Tokens per second that decoding achieves, at the usual pace."""
         achieved = self._tokens / self._seconds if self._seconds > 0 else 0.0
         return max(achieved, self.plain_rate)
 
@@ -108,6 +109,7 @@ class AdaptiveLength:
         self._count = self._grade = 0
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
+        self._law_usual: float | None = 0.0  # what these laws usually take; None: not known yet
         self._in_law = self._trial = False
 
     def wants_law(self) -> bool:
@@ -143,7 +145,11 @@ class AdaptiveLength:
             self._promised = self._promised * _TREND + self._usual(grade)
             self._tries[grade] = self._tries[grade] * _FORGET + 1.0
             self._hits[grade] = self._hits[grade] * _FORGET + hit
-        self.steps.record(1 + len(grades), seconds - self._law_seconds)
+        rows = 1 + len(grades)
+        if self._law_usual is not None and self.steps.known(rows):
+            self.pace.observe(seconds, self._law_usual + self.steps.seconds[rows])
+        self.steps.record(rows, (seconds - self._law_seconds) / self.pace.factor)
+        seconds /= self.pace.factor
         emitted = accepted + 1
         decay = 0.5 ** (emitted / _HORIZON)
         self._tokens = self._tokens * decay + emitted
@@ -154,8 +160,9 @@ class AdaptiveLength:
     # ---- parts
 
     def _law_done(self) -> None:
-        seconds = self._clock() - self._law_started
-        (self.next_law if self._count else self.first_law).record(seconds)
+        seconds, law = self._clock() - self._law_started, self.next_law if self._count else self.first_law
+        self._law_usual = self._law_usual + law.seconds if law.known and self._law_usual is not None else None
+        law.record(seconds / self.pace.factor)
         self._law_seconds += seconds
         self._in_law = False
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+STRETCH = 1.7  # seconds between changes of a restless machine
+
 
 @dataclass
 class World:
     """Costs in seconds; `rows[k]` is a step of k rows. `accept[g]` is the true acceptance of grade g, `mix` how often each occurs.
 
     stay  probability that a place has the grade of the one before
+    restless  the machine is so many times slower for stretches of time, as when other programs run
     """
 
     rows: list[float]
@@ -23,6 +26,7 @@ class World:
     mix: list[float]
     stay: float = 0.5
     noise: float = 0.05
+    restless: float = 1.0
     guess: tuple[float, float] = (0.35, 0.06)
 
     name = "simulated"
@@ -50,7 +54,8 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
     upcoming: list[int] = []  # grades of the places ahead: properties of the text, not of who asks
 
     def spend(seconds):
-        clock.now += seconds * rng.lognormvariate(0, world.noise)
+        slow = world.restless if clock.now // STRETCH % 2 else 1.0
+        clock.now += seconds * slow * rng.lognormvariate(0, world.noise)
 
     def grade_at(place):
         nonlocal grade

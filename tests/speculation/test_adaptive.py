@@ -40,6 +40,17 @@ def test_adaptive_length_is_about_as_good_as_the_best_fixed_one_or_better(rows, 
 
 
 @pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
+@pytest.mark.parametrize("law", [0.05, 0.4])
+@pytest.mark.parametrize("text", [CODE, PROSE], ids=["code", "prose"])
+def test_a_machine_that_changes_its_speed_confuses_nothing(rows, law, text):
+    made = world(rows, law, text, restless=1.6)
+    seeds = (1, 2, 3, 4, 5)
+    best = min(sum(seconds(made, FixedLength(gamma), seed) for seed in seeds) for gamma in range(13))
+    adaptive = sum(seconds(made, seed=seed) for seed in seeds)
+    assert adaptive <= best * 1.05
+
+
+@pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
 @pytest.mark.parametrize("law", [0.0, 0.05, 0.15, 0.4, 1.0])
 @pytest.mark.parametrize("guess", [(0.35, 0.06), (0.5, 0.06)])
 def test_pain_19_a_useless_draft_costs_at_most_three_percent(rows, law, guess):
@@ -100,6 +111,8 @@ def test_step_costs_interpolate_extend_and_never_fall():
     costs.record(5, 3.0)
     assert costs.seconds[1:6] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0])
     assert costs.seconds[7] == pytest.approx(4.0)
+    costs.record(6, 6.0)  # one slow sample does not make longer blocks look dear
+    assert costs.seconds[8] == pytest.approx(8.0)
     costs.record(3, 0.5)  # faster than one row: a wrong sample
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
 

@@ -51,7 +51,7 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
     return Choice(
         str(spec),
         draft,
-        lambda loaded: BundleDrafter(engine.load(draft, loaded.threads, alternating=True), loaded.vocab, token_ids),
+        lambda loaded: BundleDrafter(engine.load(draft, loaded.threads), loaded.vocab, token_ids),
     )
 
 
