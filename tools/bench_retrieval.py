@@ -22,7 +22,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
-from edgekv import layout, native
+from edgekv import layout, machine, native
 
 TAIL = 256
 SHARED = ("q", "k", "v", "position")
@@ -150,6 +150,7 @@ def measure(args) -> dict:
         "reading the index": lambda: [plane.sum() for plane in planes],
         **dict(torch_steps(shape, depth, args.layers)),
     }
+    machine.huge_pages()  # as the engine does when it loads a bundle
     clock = time.thread_time if args.cpu_time else time.perf_counter
     best = dict.fromkeys(steps, float("inf"))
     with torch.inference_mode():

@@ -5,6 +5,7 @@
 #pragma once
 #include "cpu/attend.h"
 #include "cpu/packed_queries.h"
+#include "cpu/picked.h"
 
 namespace {
 
@@ -81,25 +82,51 @@ inline void add_chosen(int rows, const float* values, int value_stride, int dims
   add_value_tile<float, R, vectors_for(R)>(values, value_stride, dims, 0, count, count, nullptr, weights, sums, stride, nothing_ahead);
 }
 
+// Adds the weighted values of picked tokens to sums [rows][stride], weights [rows][kTile]; values: room for a tile of them.
+inline void add_values_of(const Picked& t, int rows, const float* weights, float* sums, int stride, float* values) {
+  if constexpr (kSumsInRegisters) {
+    switch (t.body.value_bits) {
+      case 2: return add_picked_rows<2>(t, rows, weights, sums, stride);
+      case 4: return add_picked_rows<4>(t, rows, weights, sums, stride);
+      default: return add_picked_rows<8>(t, rows, weights, sums, stride);
+    }
+  }
+  const int value_stride = packed_stride(t.body.value_dim);
+  for (int i = 0; i < t.count; ++i) unpack_value(t.body, t.slots[i], values + i * value_stride);
+  for (int r = 0; r < rows; r += kRowBlock)
+    add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, value_stride, t.count, weights + r * kTile,
+                          sums + int64_t(r) * stride, stride);
+}
+
 // The rows of one token: `rows` of them from `row` of the kv head on.
 inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row, int rows, int begin, int end, float* partial, float* work) {
   const auto& p = s.params;
-  const int width = edgekv::partial_width(p.value_dim), stride = edgekv::partial_stride(p.value_dim), value_stride = packed_stride(p.value_dim);
-  float *values = work, *scores = values + kTile * value_stride, *keys = scores + kTile * kRowBlocks * kRowBlock;
+  const int width = packed_stride(p.value_dim), stride = width + 32, dim = packed_stride(p.key_dim);
+  float *values = work, *scores = values + kTile * width, *picked = scores + kTile * rows, *queries = picked + picked_floats(p.key_dim, p.value_dim);
+  float* sums = queries + rows * dim;  // as partials, but in the order of value_group
   const int64_t at_row = int64_t(head) * s.rows * s.group + row;
   const int32_t* slots = s.slots + (int64_t(head) * s.rows + row / s.group) * s.chosen;
-  while (end > begin && slots[end - 1] < 0) --end;
+  int listed = s.chosen;
+  while (listed > 0 && slots[listed - 1] < 0) --listed;
+  if (end > listed) end = listed;
+  order_queries(s.turned + at_row * dim, rows, dim, queries);
+  for (int r = 0; r < rows; ++r) {
+    std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
+    sums[r * stride + width + kLanes] = kNothing;
+  }
   for (int at = begin; at < end; at += kTile) {
     const int size = end - at < kTile ? end - at : kTile;
-    score_slots(b, slots + at, size, s.turned + at_row * packed_stride(p.key_dim), rows, s.bias + at_row * b.intervals, scores, kTile, keys);
-    for (int i = 0; i < size; ++i) unpack_value(b, slots[at + i], values + i * value_stride);
-    for (int r = 0; r < rows; ++r)
-      soften({partial + int64_t(r) * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
-    for (int r = 0; r < rows; r += kRowBlock)
-      add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, p.value_dim, size, scores + r * kTile,
-                            partial + int64_t(r) * stride, stride);
+    const Picked t(b, slots + at, size, listed - at, at == 0, picked);
+    score_picked(t, queries, rows, dim, s.bias + at_row * b.intervals, scores, kTile);
+    for (int r = 0; r < rows; ++r) soften({sums + r * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
+    add_values_of(t, rows, scores, sums, stride, values);
   }
-  count_packed(s, b, uint64_t(end - begin), 0);
+  const int result_width = edgekv::partial_width(p.value_dim);
+  for (int r = 0; r < rows; ++r, sums += stride, partial += edgekv::partial_stride(p.value_dim)) {
+    order_values(p.value_bits, sums, p.value_dim, partial);
+    std::memcpy(partial + result_width, sums + width, (kLanes + 1) * sizeof(float));
+  }
+  count_packed(s, b, end > begin ? uint64_t(end - begin) : 0, 0);
 }
 
 void attend_packed(const Step& s, int head, int first, int count, int begin, int end, float* partial, float* work) {

@@ -3,6 +3,7 @@
 #include "cpu/simd_avx2.h"
 #include "cpu/vecmath.h"
 #include "cpu/lookup_avx2.h"
+#include "cpu/record_any.h"
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"

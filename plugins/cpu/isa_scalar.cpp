@@ -2,6 +2,7 @@
 #include "cpu/simd_scalar.h"
 #include "cpu/vecmath.h"
 #include "cpu/lookup_scalar.h"
+#include "cpu/record_any.h"
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"

@@ -57,10 +57,16 @@ struct Step {
 static inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
 static inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
 
-// Floats that hold one tile of a compressed body while rows attend to it.
+// Floats of a token's (zero point, scale) of each group of 32 numbers of its key and then of its value, in whole vectors.
+static inline int64_t pair_floats(int key_dim, int value_dim) { return ((key_dim + 31) / 32 + (value_dim + 31) / 32 + 7) / 8 * 16; }
+
+// Floats that a tile of picked tokens needs beside its records (picked.h): pairs, signs and interval.
+static inline int64_t picked_floats(int key_dim, int value_dim) { return kTile * (pair_floats(key_dim, value_dim) + (key_dim + 31) / 32 + 1); }
+
+// Floats that hold one tile of a compressed body while rows attend to it, or one of picked tokens with queries, scores and sums of rows.
 static inline int64_t unpacked_floats(const LayerParams& p) {
-  const int64_t key = (p.key_dim + 31) / 32 * 32, value = (p.value_dim + 31) / 32 * 32;
-  return kTile * (key + value + kRowBlocks * 12) + 20 * key;
+  const int64_t key = (p.key_dim + 31) / 32 * 32, value = (p.value_dim + 31) / 32 * 32, rows = kRowBlocks * 12;
+  return kTile * (key + value + rows) + 20 * key + picked_floats(p.key_dim, p.value_dim) + rows * (key + value + 32);
 }
 
 // One choice of body slots by their sign codes, for every row and kv head of a step.
@@ -81,11 +87,11 @@ struct Retrieval {
 
 // Working memory of choosing for one row of one kv head, in parts of these sizes.
 struct RetrievalWork {
-  int64_t queries, scores, candidates, ranked;  // numbers in each
+  int64_t queries, scores, candidates, ranked;  // numbers in each; queries: with tables, biases and a tile of picked tokens
   int64_t bytes;
   explicit RetrievalWork(const Retrieval& r) {
     const int64_t dim = (r.params.key_dim + 31) / 32 * 32, boundaries = (r.tail_base / r.params.tail_slots + 15) / 16 * 16;
-    queries = (r.group + 18) * dim + (r.group + 1) * boundaries + 4 * r.params.key_dim;  // floats: queries, 16 keys, biases, table
+    queries = (2 * r.group + 1) * dim + picked_floats(r.params.key_dim, r.params.value_dim) + 4 * r.params.key_dim + (r.group + 1) * boundaries;
     scores = (int64_t(r.body_count) + 31) / 32 * 32;
     candidates = scores + 32;
     const int64_t wanted = r.rerank > 1 ? (int64_t(r.retrieve) * r.rerank < r.body_count ? int64_t(r.retrieve) * r.rerank : r.body_count) : 0;

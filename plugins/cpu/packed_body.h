@@ -32,7 +32,7 @@ struct PackedBody {
   // Codes of the 32 tokens from `slot`, a multiple of 32.
   const uint8_t* codes(int slot) const { return index + int64_t(slot) / EDGEKV_INDEX_TOKENS * (key_dim / 4) * 16; }
   // Asks for a record that is needed soon: records are picked here and there, where no processor foresees them.
-  void fetch(int slot) const {
+  __attribute__((always_inline)) void fetch(int slot) const {  // else GCC takes a call that only prefetches for one without effect
     const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
     __builtin_prefetch(at, 0, 2);
     __builtin_prefetch(at + record.bytes - 1, 0, 2);
@@ -166,63 +166,20 @@ inline float dot_in_order(const float* a, const float* b, int dim) {
   return sum_lanes(sum);
 }
 
-// Room between rows of unpacked keys or of the queries that meet them.
-inline int packed_stride(int dim) { return (dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP; }
-
 // Bias of one query row: what the mean keys add to its scores. bias[i] for the intervals from `first` on.
 inline void mean_scores(const PackedBody& b, const float* query, int first, float* bias) {
-  alignas(64) float mean[1024];
-  for (int i = first; i < b.intervals; ++i) {
-    const uint16_t* m = b.mean + int64_t(i) * b.key_dim;
-    for (int d = 0; d < b.key_dim; d += 16) {
-      const int lanes = b.key_dim - d < 16 ? b.key_dim - d : 16;
-      store(mean + d, lanes == 16 ? load(m + d) : load_first(m + d, lanes));
-    }
-    bias[i] = dot_in_order(query, mean, b.key_dim);
-  }
-}
-
-// Products of one query with 16 rows of keys, one per lane.
-template <int kVectors>
-inline Vec dot_rows(const float* keys, const float* query, int vectors, int stride) {
-  Vec q[kVectors > 0 ? kVectors : 1], sum[16];
-  for (int v = 0; v < kVectors; ++v) q[v] = load(query + 16 * v);
-  for (int j = 0; j < 16; ++j) {
-    const float* key = keys + j * stride;
-    if constexpr (kVectors > 0) {
-      sum[j] = mul(load(key), q[0]);
-      for (int v = 1; v < kVectors; ++v) sum[j] = fma(load(key + 16 * v), q[v], sum[j]);
-    } else {
-      sum[j] = zero();
-      for (int v = 0; v < vectors; ++v) sum[j] = fma(load(key + 16 * v), load(query + 16 * v), sum[j]);
-    }
-  }
-  return sum_each(sum);
-}
-
-// Scores of `rows` transformed queries [rows][packed_stride], zero behind key_dim, against the tokens in `slots`: out [rows][stride],
-// written in whole vectors of 16. bias [rows][b.intervals] as mean_scores gives it; keys: room for 16 rows.
-inline void score_slots(const PackedBody& b, const int32_t* slots, int count, const float* queries, int rows, const float* bias, float* out,
-                        int64_t stride, float* keys) {
-  const int dim = packed_stride(b.key_dim), vectors = dim / 16;
-  BlockSigns signs;
-  IntervalCursor cursor;
-  for (int i = 0; i < count && i < 32; ++i) b.fetch(slots[i]);
-  for (int at = 0; at < count; at += 16) {
-    int interval[16];
-    for (int i = at + 32; i < count && i < at + 48; ++i) b.fetch(slots[i]);
+  for (int at = first; at < b.intervals; at += 16) {
+    Vec sum[16];
     for (int j = 0; j < 16; ++j) {
-      const int slot = slots[at + j < count ? at + j : count - 1];
-      interval[j] = cursor.at(b, slot);
-      unpack_key(b, signs, slot, keys + j * dim);
+      const uint16_t* m = b.mean + int64_t(at + j < b.intervals ? at + j : b.intervals - 1) * b.key_dim;
+      sum[j] = zero();
+      int d = 0;
+      for (; d + 16 <= b.key_dim; d += 16) sum[j] = fma(load(m + d), load(query + d), sum[j]);
+      if (d < b.key_dim) sum[j] = fma(load_first(m + d, b.key_dim - d), load_first(query + d, b.key_dim - d), sum[j]);
     }
-    for (int r = 0; r < rows; ++r) {
-      const float* query = queries + r * dim;
-      const Vec score = vectors == 4 ? dot_rows<4>(keys, query, vectors, dim) : vectors == 8 ? dot_rows<8>(keys, query, vectors, dim) : dot_rows<0>(keys, query, vectors, dim);
-      float of_mean[16];
-      for (int j = 0; j < 16; ++j) of_mean[j] = bias[int64_t(r) * b.intervals + interval[j]];
-      store(out + r * stride + at, add(score, load(of_mean)));
-    }
+    float each[16];
+    store(each, sum_each(sum));
+    std::memcpy(bias + at, each, size_t(b.intervals - at < 16 ? b.intervals - at : 16) * sizeof(float));
   }
 }
 

@@ -5,6 +5,9 @@
 
 namespace {
 
+// Room between rows of queries that meet unpacked keys.
+inline int packed_stride(int dim) { return (dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP; }
+
 // Scores come out in units of log2, or before the soft cap as the argument of tanh.
 inline float score_factor(const edgekv::LayerParams& p) { return p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E; }
 

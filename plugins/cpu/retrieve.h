@@ -4,6 +4,7 @@
 #include "cpu/attend.h"
 #include "cpu/choose.h"
 #include "cpu/packed_queries.h"
+#include "cpu/picked.h"
 
 namespace {
 
@@ -108,8 +109,9 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   const int dim = p.key_dim, stride = packed_stride(dim), biases = (b.intervals + 15) / 16 * 16;
   float* turned = static_cast<float*>(memory);  // [group][stride]
   float* together = turned + r.group * stride;
-  float* keys = together + stride;                                  // [16][stride]
-  float* of_mean = keys + 16 * stride;                              // [group][boundaries]
+  float* ordered = together + stride;                               // [group][stride]
+  float* tile = ordered + r.group * stride;                         // room for a tile of picked tokens, and the table before it is rounded
+  float* of_mean = tile + picked_floats(dim, p.value_dim) + 4 * dim;  // [group][boundaries]
   int32_t* bias = reinterpret_cast<int32_t*>(of_mean + r.group * biases);  // [boundaries]
   float* weight = static_cast<float*>(memory) + sizes.queries;      // [ranked]
   float* exact = weight + sizes.ranked;                             // [group][ranked]
@@ -144,7 +146,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   alignas(64) uint8_t table[256 * 16];
   const int first = b.interval_of(b.positions[lo]);
   const float* codebook = r.state.codebook + int64_t(head) * dim / 4 * 64;
-  const float step = score_table(together, codebook, dim, keys, table);
+  const float step = score_table(together, codebook, dim, tile, table);
   interval_biases(b, sum, first, step, bias);
   scan(b, table, bias, lo, hi, scores);
 
@@ -172,18 +174,29 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
       hadamard(q, dim);
       for (int d = dim; d < stride; ++d) q[d] = 0;
     }
-    score_slots(b, list, found, turned, r.group, of_mean, exact, sizes.ranked, keys);
+    order_queries(turned, r.group, stride, ordered);
+    for (int at = 0; at < found; at += kTile) {
+      const Picked t(b, list + at, found - at < kTile ? found - at : kTile, found - at, at == 0, tile);
+      score_picked(t, ordered, r.group, stride, of_mean, exact + at, sizes.ranked);
+    }
     rank_again(exact, sizes.ranked, found, r.group, p.softcap, weight);
     // Weights are not negative, so their bits are in their order.
     using Bits = int32_t __attribute__((may_alias));
     const Bits* order = reinterpret_cast<Bits*>(weight);
     const int threshold = threshold_for(order, found, wanted, &above);
-    int equal = wanted - above, kept = 0;
-    for (int i = 0; i < found && kept < wanted; ++i) {
-      const bool same = order[i] == threshold && equal > 0;
-      list[kept] = list[i];
-      kept += order[i] > threshold || same;
-      equal -= same;
+    int kept = 0;
+    if (count_from(order, found, threshold) == wanted) {
+      for (int i = 0; i < found; ++i) {
+        list[kept] = list[i];
+        kept += order[i] >= threshold;
+      }
+    } else {  // not all of those exactly at the threshold stay
+      for (int i = 0, equal = wanted - above; i < found && kept < wanted; ++i) {
+        const bool same = order[i] == threshold && equal > 0;
+        list[kept] = list[i];
+        kept += order[i] > threshold || same;
+        equal -= same;
+      }
     }
     meta_read += uint64_t(found) * 4 + uint64_t(b.intervals - first) * dim * 2 * r.group;
     index_read += uint64_t(found) * b.sign_bytes();

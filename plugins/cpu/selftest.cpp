@@ -90,6 +90,7 @@ void check_arithmetic() {
     const Vec x = load(a), y = load(b), z = load(c);
     expect_lanes("load", x, [&](int i) { return a[i]; });
     expect_lanes("splat", splat(a[3]), [&](int) { return a[3]; });
+  expect_lanes("first_lane", first_lane(a[3]), [&](int i) { return i == 0 ? a[3] : 0.0f; });
     expect_lanes("zero", zero(), [&](int) { return 0.0f; });
     expect_lanes("add", add(x, y), [&](int i) { return a[i] + b[i]; });
     expect_lanes("sub", sub(x, y), [&](int i) { return a[i] - b[i]; });

@@ -18,6 +18,7 @@ inline __mmask16 first_lanes(int n) { return __mmask16(n >= 16 ? 0xffff : (1u <<
 
 inline Vec zero() { return {_mm512_setzero_ps()}; }
 inline Vec splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec first_lane(float x) { return {_mm512_zextps128_ps512(_mm_set_ss(x))}; }
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline Vec load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }

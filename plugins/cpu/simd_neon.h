@@ -23,6 +23,9 @@ inline Vec splat(float x) {
   return each([&](int) { return vdupq_n_f32(x); });
 }
 inline Vec zero() { return splat(0.0f); }
+inline Vec first_lane(float x) {
+  return each([&](int i) { return vsetq_lane_f32(i == 0 ? x : 0.0f, vdupq_n_f32(0.0f), 0); });
+}
 inline Vec load(const float* p) {
   return each([&](int i) { return vld1q_f32(p + 4 * i); });
 }

@@ -60,6 +60,10 @@ inline Vec splat(float x) {
   return each([&](int) { return x; });
 }
 inline Vec zero() { return splat(0.0f); }
+// x in lane 0, zero in the others.
+inline Vec first_lane(float x) {
+  return each([&](int i) { return i == 0 ? x : 0.0f; });
+}
 inline Vec load(const float* p) {
   return each([&](int i) { return p[i]; });
 }

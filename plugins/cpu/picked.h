@@ -1,0 +1,176 @@
+// Tokens picked here and there from a compressed body: their scores for some transformed queries, and their weighted values. Records are
+// read straight into registers; the query heads of a kv head, four at a time, meet a key where it is unpacked.
+#pragma once
+#include "cpu/attend_tile.h"
+#include "cpu/packed_body.h"
+
+namespace {
+
+using edgekv::pair_floats;
+using edgekv::picked_floats;
+
+constexpr int kHeadsAtOnce = 4;
+
+// What up to kTile picked tokens need before their records are read: 4 bytes of signs per key group, pairs in single precision, the
+// interval. It is kept in `memory`, which has picked_floats().
+struct Picked {
+  const PackedBody& body;
+  const int32_t* slots;
+  int count, listed;  // tokens in this tile, and in this and those that follow it; `first`: none came before
+  uint32_t* signs;
+  float* pairs;
+  int32_t* interval;
+
+  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, bool first, float* memory)
+      : body(b), slots(slots), count(count), listed(listed), signs(reinterpret_cast<uint32_t*>(memory)), pairs(memory + kTile * b.key_groups()),
+        interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
+    if (first)
+      for (int i = 0; i < count; ++i) b.fetch(slots[i]);
+    const int width = int(pair_floats(b.key_dim, b.value_dim));
+    IntervalCursor cursor;
+    for (int i = 0; i < count; i += kLanes) {
+      const int end = i + kLanes < count ? i + kLanes : count;
+      const int of_first = cursor.at(b, slots[i]);
+      // Positions ascend with slots.
+      if (cursor.holds(b, slots[end - 1]))
+        for (int j = i; j < end; ++j) interval[j] = of_first;
+      else
+        for (int j = i; j < end; ++j) interval[j] = cursor.at(b, slots[j]);
+    }
+    gather_signs(b.index, b.key_dim / 4, slots, count, reinterpret_cast<uint8_t*>(signs), 4 * b.key_groups());
+    for (int i = 0; i < count; ++i) {
+      // What is read behind the last pair of a record is the next record or the next plane.
+      const uint16_t* from = reinterpret_cast<const uint16_t*>(record(i) + b.record.key_pairs);
+      for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, load(from + n));
+    }
+  }
+
+  const uint8_t* record(int i) const { return body.payload + int64_t(slots[i]) * int64_t(body.record.bytes); }
+
+  // Asks for the record of token i of the next tile: records are picked here and there, where no processor foresees them.
+  __attribute__((always_inline)) void fetch_next(int i) const {
+    if (i + kTile < listed) body.fetch(slots[i + kTile]);
+  }
+};
+
+// Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
+inline void order_queries(const float* queries, int rows, int dim, float* out) {
+  for (int i = 0; i < rows * dim; i += 32)
+    for (int n = 0; n < 32; ++n) out[i + place<2>(n)] = queries[i + n];
+}
+
+template <int kBits>
+inline void order_values_of(const float* in, int dim, float* out) {
+  float group[32];
+  for (int d = 0; d < dim; d += 32) {
+    for (int n = 0; n < 32; ++n) group[n] = in[d + place<kBits>(n)];
+    std::memcpy(out + d, group, size_t(dim - d < 32 ? dim - d : 32) * sizeof(float));
+  }
+}
+
+// Numbers [dim] in the order in which value_group hands them over, as they were.
+inline void order_values(int bits, const float* in, int dim, float* out) {
+  bits == 2 ? order_values_of<2>(in, dim, out) : bits == 4 ? order_values_of<4>(in, dim, out) : order_values_of<8>(in, dim, out);
+}
+
+// Scores of R ordered queries [R][dim] against picked tokens: out [R][stride], written in whole vectors.
+template <int R>
+inline void score_heads(const Picked& t, const float* queries, int dim, const float* bias, float* out, int64_t stride, bool first_heads) {
+  const PackedBody& b = t.body;
+  const int groups = dim / EDGEKV_GROUP, width = int(pair_floats(b.key_dim, b.value_dim));
+  for (int at = 0; at < t.count; at += 4) {
+    if (first_heads)
+      for (int i = at; i < at + 4; ++i) t.fetch_next(i);
+    Vec sums[16];
+    for (Vec& s : sums) s = zero();
+    for (int first = 0; first < 4; first += kTokensAtOnce) {
+      const uint8_t* record[kTokensAtOnce];
+      const float* pair[kTokensAtOnce];
+      const uint32_t* signs[kTokensAtOnce];
+      Vec sum[R][kTokensAtOnce];
+      for (int j = 0; j < kTokensAtOnce; ++j) {
+        const int i = at + first + j < t.count ? at + first + j : t.count - 1;
+        record[j] = t.record(i);
+        pair[j] = t.pairs + i * width;
+        signs[j] = t.signs + i * groups;
+        for (int r = 0; r < R; ++r) sum[r][j] = first_lane(bias[int64_t(r) * b.intervals + t.interval[i]]);
+      }
+      for (int g = 0; g < groups; ++g) {
+        Vec key[kTokensAtOnce][2];
+        for (int j = 0; j < kTokensAtOnce; ++j) key_group(record[j] + 8 * g, pair[j] + 2 * g, signs[j][g], key[j]);
+        for (int half = 0; half < 2; ++half)
+          for (int r = 0; r < R; ++r) {
+            const Vec q = load(queries + r * dim + 32 * g + 16 * half);
+            for (int j = 0; j < kTokensAtOnce; ++j) sum[r][j] = fma(key[j][half], q, sum[r][j]);
+          }
+      }
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < kTokensAtOnce; ++j) sums[4 * r + first + j] = sum[r][j];
+    }
+    alignas(64) float each[16];
+    store(each, sum_each(sums));
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride + at, each + 4 * r, 16);
+  }
+}
+
+// The same for any number of queries.
+inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
+  for (int r = 0; r < rows; r += kHeadsAtOnce) {
+    const float *q = queries + r * dim, *of_mean = bias + int64_t(r) * t.body.intervals;
+    float* to = out + r * stride;
+    switch (rows - r) {
+      case 1: score_heads<1>(t, q, dim, of_mean, to, stride, r == 0); break;
+      case 2: score_heads<2>(t, q, dim, of_mean, to, stride, r == 0); break;
+      case 3: score_heads<3>(t, q, dim, of_mean, to, stride, r == 0); break;
+      default: score_heads<4>(t, q, dim, of_mean, to, stride, r == 0);
+    }
+  }
+}
+
+// Adds the weighted values of picked tokens to G groups of 32 numbers, from group `first` on, of R rows: sums [R][sums_stride] in the order
+// in which value_group hands numbers over, weights [R][kTile].
+template <int R, int G, int kBits>
+inline void add_picked(const Picked& t, int first, const float* weights, float* sums, int64_t sums_stride) {
+  const PackedBody& b = t.body;
+  const int width = int(pair_floats(b.key_dim, b.value_dim));
+  const size_t codes = b.record.values + size_t(4) * kBits * first;
+  const float* pair = t.pairs + 2 * (b.key_groups() + first);
+  Vec sum[R][2 * G];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < 2 * G; ++n) sum[r][n] = load(sums + r * sums_stride + 32 * first + 16 * n);
+  for (int i = 0; i < t.count; ++i) {
+    const uint8_t* record = t.record(i) + codes;
+    Vec value[2 * G];
+    for (int g = 0; g < G; ++g) value_group<kBits>(record + 4 * kBits * g, pair + i * width + 2 * g, value + 2 * g);
+    for (int r = 0; r < R; ++r) {
+      const Vec w = splat(weights[r * kTile + i]);
+      for (int n = 0; n < 2 * G; ++n) sum[r][n] = fma(value[n], w, sum[r][n]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < 2 * G; ++n) store(sums + r * sums_stride + 32 * first + 16 * n, sum[r][n]);
+}
+
+template <int R, int kBits>
+inline void add_picked_groups(const Picked& t, const float* weights, float* sums, int64_t stride) {
+  constexpr int kGroups = R * 4 <= kAccumulators ? 2 : 1;
+  int g = 0;
+  for (; g + kGroups <= t.body.value_groups(); g += kGroups) add_picked<R, kGroups, kBits>(t, g, weights, sums, stride);
+  if (g < t.body.value_groups()) add_picked<R, 1, kBits>(t, g, weights, sums, stride);
+}
+
+template <int kBits>
+inline void add_picked_rows(const Picked& t, int rows, const float* weights, float* sums, int64_t stride) {
+  for (int r = 0; r < rows; r += kHeadsAtOnce) {
+    const float* w = weights + r * kTile;
+    float* to = sums + r * stride;
+    switch (rows - r) {
+      case 1: add_picked_groups<1, kBits>(t, w, to, stride); break;
+      case 2: add_picked_groups<2, kBits>(t, w, to, stride); break;
+      case 3: add_picked_groups<3, kBits>(t, w, to, stride); break;
+      default: add_picked_groups<4, kBits>(t, w, to, stride);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,51 @@
+// Numbers out of one record at a time, on the vector operations that every instruction set has. A record_*.h may hand the 32 numbers of a
+// group over in an order of its own: `place` says which, and queries and sums are brought into it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kTokensAtOnce = 1;       // of the sums that are kept in registers while a query is at hand
+constexpr bool kSumsInRegisters = false;  // whether values are best added up as they are unpacked
+
+// Where number n of a group of 32 codes of kBits bits is handed over.
+template <int kBits>
+constexpr int place(int n) {
+  return n;
+}
+
+// The signs of `count` tokens, from blocks of 32 tokens of the index plane, [groups][16] codes each, to rows of row_bytes, (groups + 7) / 8 * 4:
+// bit d of a row is 1 where number d is positive.
+inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots, int count, uint8_t* rows, int row_bytes) {
+  for (int i = 0; i < count; ++i, rows += row_bytes) {
+    const uint8_t* codes = index + int64_t(slots[i] / 32) * 16 * groups + slots[i] % 16;
+    const int shift = slots[i] % 32 / 16 * 4;
+    for (int first = 0; first < groups; first += 8) {
+      uint32_t bits = 0;
+      for (int g = first; g < first + 8 && g < groups; ++g) bits |= uint32_t(codes[16 * g] >> shift & 15) << 4 * (g - first);
+      std::memcpy(rows + first / 2, &bits, 4);
+    }
+  }
+}
+
+// A group of a key: magnitudes of 2 bits with zero point and scale pair[0], pair[1], and their signs.
+inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
+  levels(codes, splat(pair[0]), splat(pair[1]), out);
+  out[0] = with_signs(out[0], positive & 0xffff);
+  out[1] = with_signs(out[1], positive >> 16);
+}
+
+// A group of a value.
+template <int kBits>
+inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
+  const Vec zero_point = splat(pair[0]), scale = splat(pair[1]);
+  if constexpr (kBits == 2) {
+    levels(codes, zero_point, scale, out);
+  } else {
+    unpack<kBits>(codes, out);
+    for (int half = 0; half < 2; ++half) out[half] = fma(out[half], scale, zero_point);
+  }
+}
+
+}  // namespace
