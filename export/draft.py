@@ -131,7 +131,7 @@ def _check_parity(small: load.Source, target: Path) -> None:
         ids = parity.tokens_of(small, len(Tokenizer.from_str(small.tokenizer).get_vocab()), made.boundary)
         with torch.no_grad():
             original = draft_student.load(small)(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
-        found = parity.compare(original, parity.bundle_logits(made, ids), np.minimum(ids, original.shape[1] - 1))
+        found = parity.compare(original, parity.bundle_logits(made, ids), parity.columns_of(ids, small.token_ids))
         weights = made.manifest["weights"]["format"]
         try:
             parity.judge(found, parity.LIMITS[weights, made.manifest["policy"]["element"]])

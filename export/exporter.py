@@ -14,7 +14,7 @@ from typing import Any
 from edgekv import bundle
 from edgekv.bundle import Bundle
 from edgekv.errors import UserError
-from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, trace, write
+from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, short_head, trace, write
 from edgekv.export.attention import NAME
 from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
@@ -37,7 +37,8 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv export` was asked for. context None: the model's own; chunk None: the boundary interval; device: the
-    profile that the budget is chosen for, or judged by when one is given; keys: how keys are stored in fewer numbers, None: as they are.
+    profile that the budget is chosen for, or judged by when one is given; keys: how keys are stored in fewer numbers, None: as they are;
+    head: which rows of the output layer stay, None: all.
     """
 
     policy: CachePolicy
@@ -49,6 +50,7 @@ class Options:
     force: bool = False
     device: Profile | None = None
     keys: KeyOptions | None = None
+    head: short_head.HeadOptions | None = None
 
 
 def export(model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
@@ -56,7 +58,12 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
 
     report(stage, done, total) is told what is going on; done and total are None while a stage cannot count.
     """
-    return export_source(load.find(model, lambda text: report(f"loading: {text}", None, None)), target, options, report)
+    source = load.find(model, lambda text: report(f"loading: {text}", None, None))
+    if options.head is None:
+        return export_source(source, target, options, report)
+    source, coverage = short_head.shorten(source, options.head)
+    export_source(source, target, options, report)
+    return bundle.update_manifest(target, draft={"head_tokens": len(source.token_ids), "coverage": coverage})
 
 
 def export_source(source: load.Source, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
@@ -123,7 +130,10 @@ def whole_geometry(source: load.Source, context: int, report: Report) -> list[La
 
 def _trace(source: load.Source, hollow: Any, layers: int, report: Report) -> tuple[Any, dict[int, Rotation]]:
     """The simplified graph of a hollow model, with weights that are read when they are asked for, and the rotation of each layer."""
-    readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
+    if source.cut_head:
+        readers = short_head.readers(source, hollow)
+    else:
+        readers = checkpoint.match(hollow, source.checkpoint) or checkpoint.load_whole(source.folder, source.config, hollow)
     report("tracing", None, None)
     with _sentences(f"{source.name} ({source.config.model_type}) could not be turned into a graph"):
         traced = trace.trace(hollow, layers)

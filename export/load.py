@@ -26,6 +26,7 @@ class Source:
 
     tokenizer  text of tokenizer.json; chat_template text or None; generation default sampling options
     token_ids  int64 [K] for a draft whose output layer has K of the tokens only, else None
+    cut_head   the checkpoint has the other rows of that layer too
     """
 
     name: str
@@ -38,6 +39,7 @@ class Source:
     eos_token_ids: list[int]
     generation: dict[str, float]
     token_ids: Any = None
+    cut_head: bool = False
 
 
 def find(model: str, note: Callable[[str], None] = lambda text: None) -> Source:

@@ -9,7 +9,7 @@ before the first boundary must agree as closely; what follows attends to compres
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,11 @@ def original_logits(source: Source, ids: np.ndarray, context: int, maps: Sequenc
     """float32 [T, vocab] of the model in single precision with transformers' plain attention, made for `context` positions.
 
     maps  of every layer, for a bundle with thin keys: what it must agree with is the model with the same maps in its attention
+
+    Of a source whose output layer was cut, [T, K] of the tokens that it keeps.
     """
+    if source.cut_head:
+        return original_logits(replace(source, cut_head=False), ids, context, maps)[:, source.token_ids]
     if maps is not None:
         with torch.no_grad(), attention.using(attention.Session(dict(enumerate(maps)))):
             return load_model(source, context)(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
@@ -130,29 +134,39 @@ def bundle_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
         engine.close()
 
 
-def compare(original: np.ndarray, ours: np.ndarray, ids: np.ndarray) -> Parity:
-    """Figures over all rows of two float32 [T, vocab]."""
+def columns_of(ids: np.ndarray, token_ids: np.ndarray | None) -> np.ndarray:
+    """Columns of logits that stand for tokens; -1 for tokens that an output layer of `token_ids` does not have. None: it has all."""
+    if token_ids is None:
+        return ids
+    places = np.minimum(np.searchsorted(token_ids, ids), len(token_ids) - 1)
+    return np.where(token_ids[places] == ids, places, -1)
+
+
+def compare(original: np.ndarray, ours: np.ndarray, columns: np.ndarray) -> Parity:
+    """Figures over all rows of two float32 [T, vocab]. columns: of the text's tokens; perplexity leaves out those that have none (-1)."""
     largest = total = 0.0
     kl: list[float] = []
     loss = np.zeros(2)
-    agree = 0
-    for start in range(0, len(ids), ROWS):
+    agree = counted = 0
+    for start in range(0, len(columns), ROWS):
         a, b = (torch.from_numpy(x[start : start + ROWS]).double() for x in (original, ours))
         difference = (a - b).abs()
         largest, total = max(largest, float(difference.max())), total + float(difference.sum())
         p, q = a.log_softmax(-1), b.log_softmax(-1)
         kl += (p.exp() * (p - q)).sum(-1).tolist()
         agree += int((a.argmax(-1) == b.argmax(-1)).sum())
-        following = torch.from_numpy(ids[start + 1 : start + 1 + ROWS])
-        loss += [float(-x[: len(following)].gather(-1, following[:, None]).sum()) for x in (p, q)]
-    perplexity = np.exp(loss / (len(ids) - 1))
+        following = torch.from_numpy(columns[start + 1 : start + 1 + ROWS])
+        there = following >= 0
+        loss += [float(-x[: len(following)][there].gather(-1, following[there, None]).sum()) for x in (p, q)]
+        counted += int(there.sum())
+    perplexity = np.exp(loss / max(counted, 1))
     return Parity(
-        tokens=len(ids),
+        tokens=len(columns),
         max_difference=largest,
         mean_difference=total / original.size,
         mean_kl=float(np.mean(kl)),
         max_kl=float(np.max(kl)),
-        argmax_agreement=agree / len(ids),
+        argmax_agreement=agree / len(columns),
         perplexity_original=float(perplexity[0]),
         perplexity_bundle=float(perplexity[1]),
     )
@@ -177,23 +191,23 @@ def judge(found: Parity, limits: Limits) -> None:
         )
 
 
-def judged(original: np.ndarray, ours: np.ndarray, ids: np.ndarray, limits: Limits, exact: int | None) -> Parity:
-    """Figures over all rows of two float32 [T, vocab], judged.
+def judged(original: np.ndarray, ours: np.ndarray, columns: np.ndarray, limits: Limits, exact: int | None) -> Parity:
+    """Figures as of `compare`, judged.
 
     exact  rows before any token was compressed: these must meet `limits`, the others LOSSY; None: no token ever is
     """
-    found = compare(original, ours, ids)
-    if exact is None or exact >= len(ids):
+    found = compare(original, ours, columns)
+    if exact is None or exact >= len(columns):
         judge(found, limits)
     else:
-        judge(compare(original[:exact], ours[:exact], ids[:exact]), limits)
+        judge(compare(original[:exact], ours[:exact], columns[:exact]), limits)
         judge(found, LOSSY)
     return found
 
 
 def check(source: Source, bundle: Bundle, room: int, maps: Sequence[KeyMaps] | None = None) -> Parity:
     """Runs both and judges; returns the figures. maps: as in original_logits."""
-    ids = tokens_of(source, bundle.model["vocab"], room)
+    ids = tokens_of(source, bundle.model["vocab"] if source.token_ids is None else source.config.get_text_config().vocab_size, room)
     original = original_logits(source, ids, bundle.model["context"], maps)
     try:
         ours = bundle_logits(bundle, ids)
@@ -202,4 +216,4 @@ def check(source: Source, bundle: Bundle, room: int, maps: Sequence[KeyMaps] | N
             raise
         raise UserError(f"The exported model does not run: {error}") from None
     limits = LIMITS[bundle.manifest["weights"]["format"], bundle.manifest["policy"]["element"]]
-    return judged(original, ours, ids, limits, bundle.boundary if bundle.compressed else None)
+    return judged(original, ours, columns_of(ids, source.token_ids), limits, bundle.boundary if bundle.compressed else None)

@@ -47,12 +47,15 @@ KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
 @click.option("--key-text", type=click.Path(path_type=Path), help="UTF-8 text to calibrate thin keys on; default the one `edgekv eval` reads by default.")
 @click.option("--key-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of it to use.")
 @click.option("--key-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps per layer; 0: closed form only.")
+@click.option("--head-tokens", type=click.IntRange(2), help="Rows of the output layer to keep, the most frequent tokens: makes a draft, for --draft.")
+@click.option("--head-text", "head_texts", multiple=True, type=click.Path(path_type=Path),
+              help="UTF-8 file to count tokens in; may be given several times. Default: what the tokenizer learnt first.")  # fmt: skip
 @click.option("--parity/--no-parity", default=True, show_default=True, help="Compare the bundle's logits with the original model's.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
 @click.pass_context
 def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: str | None, weights: str, context: int | None,
             chunk: int | None, device: str | None, parity: bool, force: bool, key_rank: str | None, key_form: str | None, key_text: Path | None,
-            key_tokens: int, key_steps: int, **cache) -> None:  # fmt: skip
+            key_tokens: int, key_steps: int, head_tokens: int | None, head_texts: tuple[Path, ...], **cache) -> None:  # fmt: skip
     """Exports MODEL to a bundle that runs inside a fixed cache budget.
 
     MODEL is a Hugging Face directory, a hub id or a .gguf file. It may also be a bundle: then only its cache is made anew, in
@@ -75,11 +78,16 @@ def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: 
             raise UserError(f"{model} is a bundle: its weights and context are what they are; leave out --weights and --context.")
         if given(*KEY_OPTIONS):
             raise UserError(f"{model} is a bundle, whose keys are what they are; give the model it was made from to make them thinner.")
+        if given("head_tokens", "head_texts"):
+            raise UserError(f"{model} is a bundle, whose output layer is what it is; give the model it was made from to shorten it.")
+    if head_texts and head_tokens is None:
+        raise UserError("--head-text says which tokens are frequent: it needs --head-tokens.")
+    head = (head_tokens, head_texts) if head_tokens is not None else None
     if not key_rank and given("key_text", "key_tokens", "key_steps"):
         raise UserError("--key-text, --key-tokens and --key-steps say how thin keys are calibrated: they need --key-rank.")
     keys = (key_rank, {"form": key_form, "text": key_text, "tokens": key_tokens, "steps": key_steps}) if key_rank or key_form else None
     profile = profiles.load(device) if device else None
-    _run(model, target, {"device": profile, "policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force, "keys": keys})  # fmt: skip
+    _run(model, target, {"device": profile, "policy": policy, "budget": budget, "weights": weights, "context": context, "chunk": chunk, "check_parity": parity, "force": force, "keys": keys, "head": head})  # fmt: skip
 
 
 def _run(model: str, target: Path, options: dict) -> None:
@@ -103,11 +111,12 @@ def _run(model: str, target: Path, options: dict) -> None:
             progress.update(task, total=total, completed=done or 0)
 
         from edgekv.export import exporter, replan
+        from edgekv.export.short_head import HeadOptions
         from edgekv.export.thin import ranks
         from edgekv.export.thin.make import KeyOptions
 
         if replan.is_bundle(model):
-            del options["weights"], options["context"], options["keys"]
+            del options["weights"], options["context"], options["keys"], options["head"]
             source = bundles.open_bundle(model)
             words = _choose_for_bundle(source, options)
             made = replan.replan(source, target, **options, report=report)
@@ -115,6 +124,8 @@ def _run(model: str, target: Path, options: dict) -> None:
             if options["keys"] is not None:
                 rank, more = options["keys"]
                 options["keys"] = KeyOptions(ranks.parse(rank) if rank else None, **more)
+            if options["head"] is not None:
+                options["head"] = HeadOptions(*options["head"])
             made = exporter.export(model, target, exporter.Options(**options), report)
             words = made.manifest.get("device", {}).get("words")
         progress.update(task, total=1, completed=1)
@@ -147,6 +158,10 @@ def _summary(console, made, words: str | None, seconds: float) -> None:
         console.print(thin_keys.words(manifest["keys"]), markup=False)
     if words:
         console.print(words, markup=False)
+    if "draft" in manifest:
+        cover = manifest["draft"]["coverage"]
+        covered = "" if cover is None else f", which cover {cover:.1%} of the text they were chosen by"
+        console.print(f"A draft that can say {manifest['draft']['head_tokens']:,} tokens{covered}; use it with --draft.", markup=False)
     if figures:
         console.print(
             f"Parity on {figures['tokens']} tokens: logits differ by {figures['mean_difference']:.2g} on average and {figures['max_difference']:.2g} "
