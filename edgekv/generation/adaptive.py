@@ -30,6 +30,8 @@ _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 4.0  # tokens that they may lose at the start
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
+_TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
+_READING = 0.25  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
 
 class FixedLength:
@@ -42,7 +44,7 @@ class FixedLength:
     def start(self, room: int) -> None:
         self._left = min(self.gamma, room)
 
-    def wants_law(self) -> bool:
+    def wants_law(self, behind: int = 0) -> bool:
         return self._left > 0
 
     def wants_token(self, grade: int) -> bool:
@@ -65,6 +67,7 @@ class AdaptiveLength:
         self.most = most
         self.steps = StepCosts(most + 1)
         self.first_law, self.next_law = Duration(), Duration()
+        self.reading = Duration()  # of a token that a drafter has to catch up with
         self.pace = Pace()  # all times that are kept are those of the usual pace
         self._clock = clock
         priors = [drafter.prior(grade) for grade in range(drafter.grades)]
@@ -75,6 +78,7 @@ class AdaptiveLength:
         self._after = list(priors)  # of the place behind an accepted one, by the grade of that one
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
+        self._dearest = 0.0  # largest cost of a law so far
         self.start(0)
 
     # ---- what is known
@@ -109,13 +113,16 @@ class AdaptiveLength:
         self._count = self._grade = 0
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
+        self._behind = 0  # tokens to read before the first law
         self._law_usual: float | None = 0.0  # what these laws usually take; None: not known yet
         self._in_law = self._trial = False
 
-    def wants_law(self) -> bool:
+    def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
             return False
-        cost = (self.next_law if self._count else self.first_law).seconds
+        self._behind = 0 if self._count else behind
+        cost = self._law_cost()
+        self._dearest = max(self._dearest, cost)
         wanted = cost * self.rate < _FREE or self._pays(self._gain(None))
         if wanted:
             self._law_started, self._in_law = self._clock(), True
@@ -155,16 +162,30 @@ class AdaptiveLength:
         self._tokens = self._tokens * decay + emitted
         self._seconds = self._seconds * decay + seconds
         loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
-        self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, _TRIAL_MOST)
+        # as much as a trial costs must be possible to save up, or speculation would never come back
+        most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
+        self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)
 
     # ---- parts
 
     def _law_done(self) -> None:
         seconds, law = self._clock() - self._law_started, self.next_law if self._count else self.first_law
-        self._law_usual = self._law_usual + law.seconds if law.known and self._law_usual is not None else None
-        law.record(seconds / self.pace.factor)
         self._law_seconds += seconds
+        if self._behind:  # the pace cannot be told from it: how long reading takes depends on the size of its blocks
+            self._law_usual = None
+            if law.samples:
+                self.reading.record(max(seconds / self.pace.factor - law.seconds, 0.0) / self._behind)
+        else:
+            self._law_usual = self._law_usual + law.seconds if law.known and self._law_usual is not None else None
+            law.record(seconds / self.pace.factor)
         self._in_law = False
+
+    def _law_cost(self) -> float:
+        """Seconds of the next law."""
+        if self._count:
+            return self.next_law.seconds
+        each = self.reading.seconds if self.reading.samples else _READING * self.first_law.seconds
+        return self.first_law.seconds + self._behind * each
 
     def _gain(self, acceptance: float | None) -> float:
         """Largest expected gain, in tokens, of drafting one or more further tokens.
@@ -173,7 +194,7 @@ class AdaptiveLength:
         """
         rate, steps, count = self.rate, self.steps.seconds, self._count
         law = rate * self.next_law.seconds
-        spent = 0.0 if acceptance is not None else law if count else rate * self.first_law.seconds
+        spent = 0.0 if acceptance is not None else rate * self._law_cost()
         after = self._after[self._grade] if count or acceptance is not None else self._first
         reach, gained, best = self._reach, 0.0, -float("inf")
         for place in range(count, min(count + _LOOK_AHEAD, self._room)):

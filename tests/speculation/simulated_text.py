@@ -16,6 +16,7 @@ class World:
     """Costs in seconds; `rows[k]` is a step of k rows. `accept[g]` is the true acceptance of grade g, `mix` how often each occurs.
 
     stay  probability that a place has the grade of the one before
+    reading  of a token that the drafter has not read yet when it is asked, beyond the last two, at most 64
     restless  the machine is so many times slower for stretches of time, as when other programs run
     """
 
@@ -26,6 +27,7 @@ class World:
     mix: list[float]
     stay: float = 0.5
     noise: float = 0.05
+    reading: float = 0.0
     restless: float = 1.0
     guess: tuple[float, float] = (0.35, 0.06)
 
@@ -50,7 +52,7 @@ class Clock:
 def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundary: int = 256) -> float:
     """Generates so many tokens; returns the seconds it took."""
     rng = random.Random(seed)
-    start, made, grade = clock.now, 0, 0
+    start, made, grade, unread = clock.now, 0, 0, 1
     upcoming: list[int] = []  # grades of the places ahead: properties of the text, not of who asks
 
     def spend(seconds):
@@ -68,8 +70,10 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
     while made < tokens:
         began, grades = clock.now, []
         length.start(boundary - made % boundary - 1)
-        while length.wants_law():
-            spend(world.next_law if grades else world.first_law)
+        behind = min(max(unread - 2, 0), 64)
+        while length.wants_law(0 if grades else behind):
+            spend(world.next_law if grades else world.first_law + behind * world.reading)
+            unread = 0
             if not length.wants_token(grade_at(len(grades))):
                 break
             grades.append(grade_at(len(grades)))
@@ -81,4 +85,5 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
         grade_at(accepted)
         del upcoming[: accepted + 1]
         made += accepted + 1
+        unread += accepted + 1
     return (clock.now - start) * tokens / made

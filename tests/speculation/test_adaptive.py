@@ -59,6 +59,22 @@ def test_pain_19_a_useless_draft_costs_at_most_three_percent(rows, law, guess):
         assert seconds(made, seed=seed) <= 1.03 * seconds(made, FixedLength(0), seed)
 
 
+@pytest.mark.parametrize("law", [0.1, 0.4, 1.0])
+def test_pain_19_trials_of_a_draft_that_has_much_to_read_are_rare_enough(law):
+    made = world(LINEAR, law, USELESS, reading=0.2 * law * STEP)
+    for seed in (1, 2):
+        assert seconds(made, seed=seed) <= 1.03 * seconds(made, FixedLength(0), seed)
+
+
+def test_it_comes_back_for_a_draft_that_has_much_to_read():
+    clock = Clock()
+    hard, easy = world(LINEAR, 0.15, USELESS, reading=0.03 * STEP), world(LINEAR, 0.15, {"accept": [0.95] * 6, "mix": [1] * 6}, reading=0.03 * STEP)
+    length = AdaptiveLength(hard, clock=clock)
+    plain = seconds(hard, FixedLength(0))
+    play(hard, length, clock, TOKENS)
+    assert play(easy, length, clock, TOKENS) < 0.7 * plain
+
+
 def test_speculation_comes_back_when_the_text_becomes_easy_and_goes_when_it_becomes_hard():
     clock = Clock()
     hard, easy = world(LINEAR, 0.15, USELESS), world(LINEAR, 0.15, {"accept": [0.95] * 6, "mix": [1] * 6})

@@ -27,8 +27,8 @@ class Length(Protocol):
     that wants_token agreed to, whatever it turns out to be (see the acceptance rule).
     """
 
-    def wants_law(self) -> bool:
-        """Whether the law of the next place is worth computing."""
+    def wants_law(self, behind: int = 0) -> bool:
+        """Whether the law of the next place is worth computing, for which the drafter has to read `behind` more tokens than usual."""
         ...
 
     def wants_token(self, grade: int) -> bool:

@@ -18,7 +18,8 @@ from edgekv.generation.drafters import Draft, Length, logits
 from edgekv.generation.sampling import Sampler
 from edgekv.generation.session import Session
 
-_RESUME = 256  # newest tokens that are read when the draft has been idle for longer than that
+_RESUME = 64  # newest tokens that are read when the draft has been idle for longer than that
+_USUAL = 2  # tokens that are read before every draft: the pending one, and the last of a draft that was accepted as a whole
 _FIRST_ROW = np.zeros(1, np.int64)
 
 
@@ -56,9 +57,10 @@ class BundleDrafter:
             self._catch_up(np.frombuffer(tokens, np.int32), self._reach, whole=True)
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
-        if self.failed or not length.wants_law():
-            return Draft([], [], [])
         text = _Text(np.frombuffer(tokens, np.int32), pending)
+        behind = len(text) - self._origin - len(self.session.tokens)
+        if self.failed or not length.wants_law(min(max(behind - _USUAL, 0), _RESUME)):
+            return Draft([], [], [])
         first = self._catch_up(text, _RESUME, whole=False)
         return Draft([], [], []) if first is None else logits.draw_tokens(first, self._step, length, sampler)
 
