@@ -193,11 +193,11 @@ void compress(const Packing& c, int head, const int32_t* kept, int stay, float* 
     for (int d = 0; d < dim; ++d) key[d] = std::fabs(key[d]);
     uint8_t* record = c.record_of(head, to);
     std::memset(record, 0, c.record.bytes);
-    quantise(key, dim, 2, record, record + c.record.key_pairs);
+    quantise(key, dim, 2, true, record, record + c.record.key_pairs);
     for (int d = 0; d < p.value_dim; ++d)
       value[d] = c.number(c.state.tail_v, (int64_t(head) * p.tail_slots + c.to_sinks + t) * p.value_dim + d);
     transform(value, p.value_dim, int(value_block), value_factor);
-    quantise(value, p.value_dim, p.value_bits, record + c.record.values, record + c.record.value_pairs);
+    quantise(value, p.value_dim, p.value_bits, false, record + c.record.values, record + c.record.value_pairs);
     c.positions(head)[to] = int32_t(c.tail_base + c.to_sinks + t);
     ++to;
   }

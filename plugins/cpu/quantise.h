@@ -55,14 +55,30 @@ inline void quantise_group(const float* y, int bits, float* codes, uint16_t* pai
   nearest_codes(y, from_half(pair[0]), from_half(pair[1]), levels, codes);
 }
 
+// Scales a group's pair such that the stored numbers s keep y . s = y . y (docs/self_index.md says why keys need that).
+inline void make_unbiased(const float* y, const float* codes, uint16_t* pair) {
+  const float zero = from_half(pair[0]), scale = from_half(pair[1]);
+  float squares[EDGEKV_GROUP], products[EDGEKV_GROUP];
+  for (int i = 0; i < EDGEKV_GROUP; ++i) {
+    squares[i] = y[i] * y[i];
+    const float step = scale * codes[i];
+    products[i] = y[i] * (zero + step);
+  }
+  const float product = sum_of_group(products);
+  const float factor = product > 0 ? sum_of_group(squares) / product : 1.0f;
+  pair[0] = to_half(zero * factor);
+  pair[1] = to_half(scale * factor);
+}
+
 // Codes and pairs of dim numbers: to packed (4 * bits bytes per group) and pairs. The last group repeats its last number.
-inline void quantise(const float* x, int dim, int bits, uint8_t* packed, uint8_t* pairs) {
+inline void quantise(const float* x, int dim, int bits, bool unbiased, uint8_t* packed, uint8_t* pairs) {
   const int per_byte = 8 / bits, bytes = 4 * bits;
   for (int first = 0; first < dim; first += EDGEKV_GROUP, packed += bytes, pairs += 4) {
     float y[EDGEKV_GROUP], codes[EDGEKV_GROUP];
     for (int i = 0; i < EDGEKV_GROUP; ++i) y[i] = x[first + i < dim ? first + i : dim - 1];
     uint16_t pair[2];
     quantise_group(y, bits, codes, pair);
+    if (unbiased) make_unbiased(y, codes, pair);
     std::memcpy(pairs, pair, 4);
     for (int j = 0; j < bytes; ++j) {
       unsigned byte = 0;

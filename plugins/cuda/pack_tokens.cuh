@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) pack_tokens(const Compaction c) {
   }
   unsigned char* record = c.records + at * layout.bytes;
   for (int first = 0, g = 0; first < dim; first += EDGEKV_GROUP, ++g)
-    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), 2, lane, record + 8 * g,
+    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), 2, true, lane, record + 8 * g,
                    reinterpret_cast<__half*>(record + layout.key_pairs) + 2 * g);
   const Elem* value = plane<Elem>(c.layer, c.layer.at.tail_v) + (size_t(kv_head) * p.tail_slots + slot) * p.value_dim;
   for (int d = lane; d < p.value_dim; d += 32) y[d] = to_float(value[d]);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) pack_tokens(const Compaction c) {
   warp_hadamard(y, p.value_dim, lane);
   int used = int(layout.value_pairs);
   for (int first = 0, g = 0; first < p.value_dim; first += EDGEKV_GROUP, ++g, used += 4)
-    quantise_group(y[first + lane < p.value_dim ? first + lane : p.value_dim - 1], p.value_bits, lane, record + layout.values + 4 * p.value_bits * g,
+    quantise_group(y[first + lane < p.value_dim ? first + lane : p.value_dim - 1], p.value_bits, false, lane, record + layout.values + 4 * p.value_bits * g,
                    reinterpret_cast<__half*>(record + layout.value_pairs) + 2 * g);
   for (int i = used + lane; i < int(layout.bytes); i += 32) record[i] = 0;
 }

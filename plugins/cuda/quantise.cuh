@@ -23,17 +23,25 @@ EDGEKV_DEVICE float nearest_code(float y, float zero, float scale, float levels)
   return rintf(x < most ? x : most);
 }
 
-// y: this lane's number. Writes the group's 4 * bits bytes of codes and its pair.
-EDGEKV_DEVICE void quantise_group(float y, int bits, int lane, unsigned char* codes, __half* pair) {
+// y: this lane's number. Writes the group's 4 * bits bytes of codes and its pair; unbiased: scaled such that the stored numbers s keep
+// y . s = y . y (docs/self_index.md says why keys need that).
+EDGEKV_DEVICE void quantise_group(float y, int bits, bool unbiased, int lane, unsigned char* codes, __half* pair) {
   const float levels = float((1 << bits) - 1), least = warp_min(y), most = warp_max(y);
   float code = nearest_code(y, least, __fadd_rn(most, -least) / levels, levels);
   const float middle = sum_of_group(code, lane) / 32.0f, centred = __fadd_rn(code, -middle);
   const float spread = sum_of_group(__fmul_rn(centred, centred), lane), product = sum_of_group(__fmul_rn(centred, y), lane);
   const float mean = sum_of_group(y, lane) / 32.0f;
   const float slope = spread > 0.0f ? product / spread : 0.0f;
-  const __half scale = from_float<__half>(slope);
-  const __half zero = from_float<__half>(spread > 0.0f ? __fadd_rn(mean, -__fmul_rn(slope, middle)) : least);
+  __half scale = from_float<__half>(slope);
+  __half zero = from_float<__half>(spread > 0.0f ? __fadd_rn(mean, -__fmul_rn(slope, middle)) : least);
   code = nearest_code(y, to_float(zero), to_float(scale), levels);
+  if (unbiased) {
+    const float stored = __fadd_rn(to_float(zero), __fmul_rn(to_float(scale), code));
+    const float square = sum_of_group(__fmul_rn(y, y), lane), along = sum_of_group(__fmul_rn(y, stored), lane);
+    const float factor = along > 0.0f ? square / along : 1.0f;
+    zero = from_float<__half>(__fmul_rn(to_float(zero), factor));
+    scale = from_float<__half>(__fmul_rn(to_float(scale), factor));
+  }
   const int bytes = 4 * bits;
   unsigned byte = 0;
   for (int i = 0; i < 8 / bits; ++i) byte |= unsigned(int(__shfl_sync(kFullWarp, code, (i * bytes + lane) % 32))) << (bits * i);

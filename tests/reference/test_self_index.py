@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edgekv import layout
 from edgekv.errors import CacheFullError, UserError
 from edgekv.reference.self_index import SelfIndexCache, index_plane, signs
-from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unpack
+from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unbiased, unpack
 from edgekv.reference.self_index.transform import hadamard
 
 
@@ -74,6 +74,25 @@ def test_the_refit_lowers_the_error_of_the_published_quantiser():
     zero, scale = y.min(-1, keepdims=True), (y.max(-1, keepdims=True) - y.min(-1, keepdims=True)) / 3
     published = (zero + scale * np.rint((y - zero) / scale)).reshape(x.shape)
     assert ((dequantise(codes, pairs, 64) - x) ** 2).mean() < 0.8 * ((published - x) ** 2).mean()
+
+
+def test_unbiased_pairs_keep_the_product_of_a_group_with_itself():
+    x = np.abs(np.random.default_rng(0).standard_normal((500, 64))).astype(np.float32)
+    codes, pairs = quantise(x, 2)
+    square = (x * x).reshape(500, 2, 32).sum(-1)
+
+    def along(pairs):
+        return (x * dequantise(codes, pairs, 64)).reshape(500, 2, 32).sum(-1) / square
+
+    assert along(pairs).mean() < 0.98  # what is looked for would lose this much of its score
+    np.testing.assert_allclose(along(unbiased(x, codes, pairs)), 1, atol=2e-3)
+
+
+@pytest.mark.parametrize("group", [np.zeros(32), np.full(32, 1e-30), np.full(32, 1.5), np.full(32, np.nan), np.full(7, 0.25)], ids=lambda x: f"{x[0]}x{x.size}")
+def test_a_group_without_a_product_stays_as_it_is(group):
+    x = group[None].astype(np.float32)
+    codes, pairs = quantise(x, 2)
+    np.testing.assert_array_equal(unbiased(x, codes, pairs), pairs)
 
 
 def test_a_constant_group_has_scale_zero_and_comes_back():

@@ -14,7 +14,7 @@ from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.scores import key_ranking, observe, ranking
 from edgekv.reference.self_index import index_plane, signs
-from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unpack
+from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unbiased, unpack
 from edgekv.reference.self_index.transform import hadamard
 
 
@@ -183,6 +183,7 @@ class SelfIndexCache:
         for head in range(p["kv_heads"]):
             signs.learn(s.codebook[head], s.code_seen[head], spread[head], codes[head])
         magnitude, key_pairs = quantise(np.abs(spread), 2)
+        key_pairs = unbiased(np.abs(spread), magnitude, key_pairs)
         value, value_pairs = quantise(hadamard(values), p["value_bits"])
         parts = [pack(magnitude, 2), pack(value, p["value_bits"]), _as_bytes(key_pairs), _as_bytes(value_pairs)]
         records = np.concatenate(parts, axis=-1)

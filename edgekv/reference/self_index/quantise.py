@@ -14,10 +14,7 @@ def quantise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     codes follows, and the codes are chosen again for the rounded pair: a fifth less error in the attention output for the
     same bytes. A constant group has scale 0 and codes 0. When dim is no multiple of 32 the last group repeats its last number.
     """
-    dim, levels = x.shape[-1], np.float32(2**bits - 1)
-    pad = -dim % GROUP
-    y = np.concatenate([x, np.repeat(x[..., -1:], pad, axis=-1)], axis=-1) if pad else x
-    y = y.astype(np.float32).reshape(*x.shape[:-1], y.shape[-1] // GROUP, GROUP)
+    y, levels = _grouped(x), np.float32(2**bits - 1)
     zero = y.min(-1, keepdims=True)
     scale = (y.max(-1, keepdims=True) - zero) / levels
     codes = _nearest(y, zero, scale, levels)
@@ -29,6 +26,22 @@ def quantise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     zero = np.where(spread > 0, mean - slope * codes.mean(-1, keepdims=True, dtype=np.float32), zero).astype(np.float16)
     codes = _nearest(y, zero.astype(np.float32), scale.astype(np.float32), levels)
     return codes.astype(np.uint8), np.concatenate([zero, scale], axis=-1)
+
+
+def unbiased(x: np.ndarray, codes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Pairs of quantise(x, bits), scaled such that in every group the stored numbers y' keep the product y . y' = y . y.
+
+    Numbers rounded for the least square error are too short by as much as the error is large: along y they miss its square. Few would
+    notice, but a softmax weighs exp(q . k), and a query that looks for a key points along it: the key that is looked for would lose a
+    fixed share of its score, every other key nothing on average. A group whose product is not positive stays as it is.
+    """
+    y = _grouped(x)
+    pairs32 = pairs.astype(np.float32)
+    stored = pairs32[..., :1] + pairs32[..., 1:] * codes.astype(np.float32)
+    square = (y * y).sum(-1, keepdims=True, dtype=np.float32)
+    product = (y * stored).sum(-1, keepdims=True, dtype=np.float32)
+    factor = np.where(product > 0, square / np.where(product > 0, product, 1), np.float32(1))
+    return (pairs32 * factor).astype(np.float16)
 
 
 def dequantise(codes: np.ndarray, pairs: np.ndarray, dim: int) -> np.ndarray:
@@ -57,6 +70,13 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     planes = packed.reshape(*packed.shape[:-1], groups, 1, 4 * bits)
     shifts = (bits * np.arange(per_byte, dtype=np.uint8))[:, None]
     return ((planes >> shifts) & np.uint8(2**bits - 1)).reshape(*packed.shape[:-1], groups, GROUP)
+
+
+def _grouped(x: np.ndarray) -> np.ndarray:
+    """float32 [..., groups, 32] of x [..., dim]; the last group repeats the last number."""
+    pad = -x.shape[-1] % GROUP
+    y = np.concatenate([x, np.repeat(x[..., -1:], pad, axis=-1)], axis=-1) if pad else x
+    return y.astype(np.float32).reshape(*x.shape[:-1], y.shape[-1] // GROUP, GROUP)
 
 
 def _nearest(y: np.ndarray, zero: np.ndarray, scale: np.ndarray, levels: np.float32) -> np.ndarray:
