@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv.reference.self_index import signs
-from edgekv.reference.self_index.quantise import GROUP, dequantise, quantise
+from edgekv.reference.self_index.quantise import GROUP, dequantise, quantise, unbiased
 from edgekv.reference.self_index.transform import hadamard
 
 INTERVAL = 256  # boundary interval: positions that share a mean key, and the length of the tail
@@ -83,6 +83,11 @@ def published_quantiser(x: np.ndarray, bits: int) -> np.ndarray:
 
 def refitted(x: np.ndarray, bits: int) -> np.ndarray:
     return dequantise(*quantise(x, bits), x.shape[-1])
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    codes, pairs = quantise(x, 2)
+    return dequantise(codes, unbiased(x, codes, pairs), x.shape[-1])
 
 
 class Layer:
@@ -199,7 +204,7 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, bits: int,
     found[f"{name}, 6-bit table of the mean"] = layer.judge(layer.top(table_scores))
 
     values = hadamard(refitted(hadamard(layer.v[:, layer.body]), bits))
-    keys = hadamard(np.where(spread >= 0, 1, -1) * refitted(np.abs(spread), 2)) + slot_mean
+    keys = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread))) + slot_mean
     logits = layer.products(keys)
     for factor in (1, 2, 4, 8):
         among = layer.top(table_scores, factor * layer.count)
@@ -211,6 +216,8 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, bits: int,
         plain = np.where(centred >= 0, 1, -1) * published_quantiser(np.abs(centred / divisor), 2) * divisor + mean
         found[f"exact choice, 2-bit keys as published, alpha = {alpha}"] = layer.judge(layer.exact, plain)
     found["exact choice, 2-bit keys of the cache"] = layer.judge(layer.exact, keys)
+    shrunk = hadamard(np.where(spread >= 0, 1, -1) * refitted(np.abs(spread), 2)) + slot_mean
+    found["exact choice, 2-bit keys of least squares"] = layer.judge(layer.exact, shrunk)
     for width in (2, 4, 8):
         packed = hadamard(refitted(hadamard(layer.v[:, layer.body]), width))
         found[f"exact choice, {width}-bit values of the cache"] = layer.judge(layer.exact, None, packed)
