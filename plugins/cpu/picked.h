@@ -47,15 +47,19 @@ struct Picked {
 
   const uint8_t* record(int i) const { return body.payload + int64_t(slots[i]) * int64_t(body.record.bytes); }
 
-  // Asks for the record of token i of the next tile: records are picked here and there, where no processor foresees them.
+  // Asks for the record of token i of the next tile, and for the positions that will be looked at: tokens are picked here and there, where
+  // no processor foresees them.
   __attribute__((always_inline)) void fetch_next(int i) const {
-    if (i + kTile < listed) body.fetch(slots[i + kTile]);
+    if (i + kTile >= listed) return;
+    body.fetch(slots[i + kTile]);
+    if (i % kLanes == 0 || i % kLanes == kLanes - 1) __builtin_prefetch(body.positions + slots[i + kTile], 0, 2);
   }
 };
 
 // Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
 inline void order_queries(const float* queries, int rows, int dim, float* out) {
   for (int i = 0; i < rows * dim; i += 32)
+#pragma GCC unroll 32
     for (int n = 0; n < 32; ++n) out[i + place<2>(n)] = queries[i + n];
 }
 
@@ -63,6 +67,7 @@ template <int kBits>
 inline void order_values_of(const float* in, int dim, float* out) {
   float group[32];
   for (int d = 0; d < dim; d += 32) {
+#pragma GCC unroll 32
     for (int n = 0; n < 32; ++n) group[n] = in[d + place<kBits>(n)];
     std::memcpy(out + d, group, size_t(dim - d < 32 ? dim - d : 32) * sizeof(float));
   }

@@ -11,6 +11,7 @@ namespace {
 using edgekv::Retrieval;
 
 constexpr int kTableLevels = 63;    // four entries add up in a byte
+constexpr int kScanAhead = 8192;   // bytes
 constexpr int kBiasLimit = 16383;  // a score of at most 256 entries and a bias fits 16 bits
 
 // The table [dim/4][16] of one transformed query, and the size of its steps.
@@ -65,6 +66,8 @@ inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias,
   for (int block = start; block < hi; block += 32, scores += 32) {
     const int first = block < lo ? lo : block, last = block + 32 < hi ? block + 32 : hi;
     const int32_t of_first = bias[cursor.at(b, first)];
+    // Far enough ahead for memory; addresses beyond the plane do no harm.
+    for (int i = 0; i < 16 * groups; i += 64) __builtin_prefetch(b.codes(block) + kScanAhead + i, 0, 2);
     const bool together = cursor.holds(b, last - 1);
     scan_block(b.codes(block), table, groups, together ? of_first : 0, scores);
     if (!together)
