@@ -109,6 +109,7 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
   int listed = s.chosen;
   while (listed > 0 && slots[listed - 1] < 0) --listed;
   if (end > listed) end = listed;
+  if (begin == 0) fetch_first(b, slots, listed);  // those of later splits have been asked for by the one before
   order_queries(s.turned + at_row * dim, rows, dim, queries);
   for (int r = 0; r < rows; ++r) {
     std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
@@ -116,7 +117,7 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
   }
   for (int at = begin; at < end; at += kTile) {
     const int size = end - at < kTile ? end - at : kTile;
-    const Picked t(b, slots + at, size, listed - at, at == 0, picked);
+    const Picked t(b, slots + at, size, listed - at, picked);
     score_picked(t, queries, rows, dim, s.bias + at_row * b.intervals, scores, kTile);
     for (int r = 0; r < rows; ++r) soften({sums + r * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
     add_values_of(t, rows, scores, sums, stride, values);

@@ -16,16 +16,14 @@ constexpr int kHeadsAtOnce = 4;
 struct Picked {
   const PackedBody& body;
   const int32_t* slots;
-  int count, listed;  // tokens in this tile, and in this and those that follow it; `first`: none came before
+  int count, listed;  // tokens in this tile, and in this and those that follow it
   uint32_t* signs;
   float* pairs;
   int32_t* interval;
 
-  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, bool first, float* memory)
+  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
       : body(b), slots(slots), count(count), listed(listed), signs(reinterpret_cast<uint32_t*>(memory)), pairs(memory + kTile * b.key_groups()),
         interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
-    if (first)
-      for (int i = 0; i < count; ++i) b.fetch(slots[i]);
     const int width = int(pair_floats(b.key_dim, b.value_dim));
     IntervalCursor cursor;
     for (int i = 0; i < count; i += kLanes) {
@@ -55,6 +53,11 @@ struct Picked {
     if (i % kLanes == 0 || i % kLanes == kLanes - 1) __builtin_prefetch(body.positions + slots[i + kTile], 0, 2);
   }
 };
+
+// Asks for the records of a list's first tile; the sooner before a Picked is made of it, the better. Inlined for the reason given at fetch().
+__attribute__((always_inline)) inline void fetch_first(const PackedBody& b, const int32_t* slots, int listed) {
+  for (int i = 0; i < listed && i < kTile; ++i) b.fetch(slots[i]);
+}
 
 // Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
 inline void order_queries(const float* queries, int rows, int dim, float* out) {

@@ -169,6 +169,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   uint64_t keys_read = 0, index_read = uint64_t(scanned / 32) * dim / 4 * 16, meta_read = uint64_t(visible) * 4 + uint64_t(dim) * 64;
   meta_read += uint64_t(b.intervals - first) * dim * 2;
   if (again) {
+    fetch_first(b, list, found);
     const float factor = score_factor(p);
     for (int g = 0; g < r.group; ++g) {
       float* q = turned + g * stride;
@@ -179,7 +180,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
     }
     order_queries(turned, r.group, stride, ordered);
     for (int at = 0; at < found; at += kTile) {
-      const Picked t(b, list + at, found - at < kTile ? found - at : kTile, found - at, at == 0, tile);
+      const Picked t(b, list + at, found - at < kTile ? found - at : kTile, found - at, tile);
       score_picked(t, ordered, r.group, stride, of_mean, exact + at, sizes.ranked);
     }
     rank_again(exact, sizes.ranked, found, r.group, p.softcap, weight);
