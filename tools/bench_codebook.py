@@ -3,9 +3,10 @@
     python tools/bench_codebook.py [--tokens 32768] [--dim 128] [--threads 1] [--repeat 3] [--json]
 
 The one pass is the native library's compaction, boundary by boundary, of a layer whose values have 4 numbers, so that next to nothing but
-keys is left: mean keys, transform, sign codes, codebook and the records of magnitudes. k-means gets the same transformed keys, without any of that to do: for each group of 4 numbers 16 centroids and
-20 iterations (scikit-learn's KMeans, n_init=1, max_iter=20, tol=0). Shortest of --repeat runs, taken in turns, one kv head. The error is
-the share of the keys' energy that is lost when each sub-vector is replaced by its centroid: a sign code needs no search for the nearest.
+keys is left: mean keys, transform, sign codes, codebook and the records of magnitudes. k-means gets the same transformed keys, without any
+of that to do: for each group of 4 numbers 16 centroids and 20 iterations (scikit-learn's KMeans, n_init=1, max_iter=20, tol=0). Shortest of
+--repeat runs, taken in turns, one kv head. The error is the share of the keys' energy that is lost when each sub-vector is replaced by its
+centroid: a sign code needs no search for the nearest.
 scikit-learn is no part of edgekv; this tool alone asks for it.
 """
 

@@ -22,8 +22,8 @@ struct Picked {
   int32_t* interval;
 
   Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
-      : body(b), slots(slots), count(count), listed(listed), signs(reinterpret_cast<uint32_t*>(memory)), pairs(memory + kTile * b.key_groups()),
-        interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
+      : body(b), slots(slots), count(count), listed(listed), signs(reinterpret_cast<uint32_t*>(memory)),
+        pairs(memory + kTile * b.key_groups()), interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
     const int width = int(pair_floats(b.key_dim, b.value_dim));
     IntervalCursor cursor;
     for (int i = 0; i < count; i += kLanes) {
@@ -54,7 +54,8 @@ struct Picked {
   }
 };
 
-// Asks for the records of a list's first tile; the sooner before a Picked is made of it, the better. Inlined for the reason given at fetch().
+// Asks for the records of a list's first tile; the sooner before a Picked is made of it, the better. Inlined for the reason given at
+// PackedBody::fetch.
 __attribute__((always_inline)) inline void fetch_first(const PackedBody& b, const int32_t* slots, int listed) {
   for (int i = 0; i < listed && i < kTile; ++i) b.fetch(slots[i]);
 }

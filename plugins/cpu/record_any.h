@@ -15,8 +15,8 @@ constexpr int place(int n) {
   return n;
 }
 
-// The signs of `count` tokens, from blocks of 32 tokens of the index plane, [groups][16] codes each, to rows of row_bytes, (groups + 7) / 8 * 4:
-// bit d of a row is 1 where number d is positive.
+// The signs of `count` tokens, from blocks of 32 tokens of the index plane, [groups][16] codes each, to rows of row_bytes,
+// (groups + 7) / 8 * 4: bit d of a row is 1 where number d is positive.
 inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots, int count, uint8_t* rows, int row_bytes) {
   for (int i = 0; i < count; ++i, rows += row_bytes) {
     const uint8_t* codes = index + int64_t(slots[i] / 32) * 16 * groups + slots[i] % 16;
