@@ -27,11 +27,12 @@ _FREE = 0.01  # laws that cost less than so many tokens are always computed
 _LEAST_GAIN = 0.01  # tokens below which a gain is not worth the risk that a measured time is a little wrong
 _PLAIN_FIRST = 2  # plain steps before the first draft
 _HORIZON = 256.0  # tokens over which the achieved rate is averaged
+_FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 4.0  # tokens that they may lose at the start
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
-_READING = 0.25  # cost of a token that has to be read, of a law's, that is assumed until it was measured
+_READING = 0.05  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
 
 class FixedLength:
@@ -180,10 +181,18 @@ class AdaptiveLength:
             law.record(seconds / self.pace.factor)
         self._in_law = False
 
+    def _next_law(self) -> float:
+        """Seconds of a law behind a drafted token: it reads that one, and a first law reads one at least.
+
+        So one slow sample cannot end long drafts for good: they are what would bring the next samples.
+        """
+        known = self.next_law.samples >= _FEW
+        return self.next_law.seconds if known else min(self.next_law.seconds, self.first_law.seconds)
+
     def _law_cost(self) -> float:
-        """Seconds of the next law."""
+        """Seconds of the law that would be next."""
         if self._count:
-            return self.next_law.seconds
+            return self._next_law()
         each = self.reading.seconds if self.reading.samples else _READING * self.first_law.seconds
         return self.first_law.seconds + self._behind * each
 
@@ -193,7 +202,7 @@ class AdaptiveLength:
         acceptance  of the next one when its law is known; None: it still has to be paid for
         """
         rate, steps, count = self.rate, self.steps.seconds, self._count
-        law = rate * self.next_law.seconds
+        law = rate * self._next_law()
         spent = 0.0 if acceptance is not None else rate * self._law_cost()
         after = self._after[self._grade] if count or acceptance is not None else self._first
         reach, gained, best = self._reach, 0.0, -float("inf")

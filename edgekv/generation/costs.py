@@ -6,11 +6,14 @@ compare, so they are kept in seconds of a machine at its usual pace, and the pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
 _OWN = 0.05  # weight of a new sample
 _PACE = 0.25  # the same, for the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
-_NEIGHBOURS = 4.0  # samples that a line through the neighbouring numbers of rows counts for
+_LINE = 2  # samples that the line through all numbers of rows counts for
+_MOST_IN_LINE = 8  # most samples that one of them counts for in it
 _FIRST_SLOPE = 0.35  # cost of a second row, of one row's, that is assumed until it was measured
 
 
@@ -52,7 +55,7 @@ def _bounded(ratio: float) -> float:
 class StepCosts:
     """Time of a step by its number of rows, 1..most.
 
-    Numbers of rows that were never measured are interpolated; beyond the largest, the slope from the least to the largest goes on.
+    Numbers of rows that were never measured lie on a line through those that were.
     """
 
     def __init__(self, most: int):
@@ -71,24 +74,29 @@ class StepCosts:
         self._fill()
 
     def _fill(self) -> None:
-        """Makes the table from what was measured: few samples count little against a line through the neighbours."""
+        """Makes the table from what was measured: few samples of one kind count little against the line through all kinds."""
         known = [(rows, duration.seconds, duration.samples) for rows, duration in enumerate(self._durations) if duration.samples]
-        points: list[tuple[int, float]] = []
-        for index, (rows, own, samples) in enumerate(known):
-            if 0 < index < len(known) - 1:
-                (low, before, _), (high, after, _) = known[index - 1], known[index + 1]
-                line = before + (after - before) * (rows - low) / (high - low)
-                own = (samples * own + _NEIGHBOURS * line) / (samples + _NEIGHBOURS)
-            points.append((rows, max(own, points[-1][1]) if points else own))
-        if len(points) == 1:
-            rows, time = points[0]
-            one = time / (1.0 + _FIRST_SLOPE * (rows - 1))
-            points = [(1, one), (2, one * (1.0 + _FIRST_SLOPE))] if rows == 1 else [(1, one), points[0]]
-        (first, least), (last, largest) = points[0], points[-1]
-        (low, start), (high, end), *rest = points
+        line = _line(known)
+        lowest = 1e-9
         for rows in range(1, len(self.seconds)):
-            if rows >= high and rest:
-                (low, start), (high, end), *rest = (high, end), *rest
-            if rows > last:
-                (low, start), (high, end) = (first, least), (last, largest)
-            self.seconds[rows] = max(start + (end - start) * (rows - low) / (high - low), 1e-9)
+            duration = self._durations[rows]
+            if rows == 1 and duration.samples:  # plain decoding, which all is judged against, owes nothing to the line
+                seconds = duration.seconds
+            else:
+                seconds = (duration.samples * duration.seconds + _LINE * line(rows)) / (duration.samples + _LINE)
+            self.seconds[rows] = lowest = max(seconds, lowest)
+
+
+def _line(points: list[tuple[int, float, int]]) -> Callable[[int], float]:
+    """The line with the least squares of its errors at (rows, seconds, samples), many samples counting no more than some."""
+    if len(points) == 1:
+        rows, seconds, _ = points[0]
+        one = seconds / (1.0 + _FIRST_SLOPE * (rows - 1))
+        return lambda n: one * (1.0 + _FIRST_SLOPE * (n - 1))
+    weights = [min(samples, _MOST_IN_LINE) for *_, samples in points]
+    total = sum(weights)
+    middle = sum(w * rows for w, (rows, *_) in zip(weights, points, strict=True)) / total
+    mean = sum(w * seconds for w, (_, seconds, _) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (rows - middle) ** 2 for w, (rows, *_) in zip(weights, points, strict=True))
+    slope = sum(w * (rows - middle) * (seconds - mean) for w, (rows, seconds, _) in zip(weights, points, strict=True)) / spread
+    return lambda n: mean + max(slope, 0.0) * (n - middle)

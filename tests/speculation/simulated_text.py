@@ -85,5 +85,6 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
         grade_at(accepted)
         del upcoming[: accepted + 1]
         made += accepted + 1
-        unread += accepted + 1
+        read_guesses = unread == 0
+        unread = (2 if grades and accepted == len(grades) else 1) if read_guesses else unread + accepted + 1
     return (clock.now - start) * tokens / made

@@ -119,18 +119,26 @@ def test_the_longest_draft_is_never_exceeded():
     assert max(drafted) == 5
 
 
-def test_step_costs_interpolate_extend_and_never_fall():
+def test_step_costs_lie_on_a_line_until_they_are_known_and_never_fall():
     costs = StepCosts(8)
     assert costs.seconds[1:] == [0.0] * 8
     costs.record(1, 1.0)
     assert costs.seconds[1] == 1.0 < costs.seconds[2] < costs.seconds[8]
     costs.record(5, 3.0)
-    assert costs.seconds[1:6] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0])
-    assert costs.seconds[7] == pytest.approx(4.0)
-    costs.record(6, 6.0)  # one slow sample does not make longer blocks look dear
-    assert costs.seconds[8] == pytest.approx(8.0)
+    assert costs.seconds[1:] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5])
     costs.record(3, 0.5)  # faster than one row: a wrong sample
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
+
+
+def test_one_slow_sample_does_not_make_long_blocks_look_dear():
+    costs = StepCosts(8)
+    for _ in range(10):
+        costs.record(1, 1.0), costs.record(3, 1.2)
+    costs.record(5, 3.0)
+    assert costs.seconds[4] < 1.8 and costs.seconds[5] < 2.4  # between 3 and 5 alone 4 would be 2.1
+    for _ in range(40):
+        costs.record(5, 3.0)
+    assert costs.seconds[5] == pytest.approx(3.0, rel=0.1)
 
 
 def test_durations_forget_a_slow_start_and_shrug_off_outliers():
