@@ -139,9 +139,15 @@ class Bundle:
         return [layer["params"] for layer in self.layers if layout.is_selfindex(layer["params"])]
 
     @property
+    def latent(self) -> bool:
+        """Whether keys become latent ones when they leave the tail."""
+        return any(layer["params"].get("latent") for layer in self.layers)
+
+    @property
     def first_loss(self) -> int | None:
-        """Tokens that are read when the cache first becomes an approximation: an eviction or a compression. None: never."""
-        return self.boundary if self.compressed else self.first_eviction
+        """Tokens that are read when the cache first becomes an approximation: an eviction, a compression, or whole keys that become latent
+        ones. None: never."""
+        return self.boundary if self.compressed or self.latent else self.first_eviction
 
     @property
     def weight_bytes(self) -> int:

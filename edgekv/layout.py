@@ -17,11 +17,12 @@ import numpy as np
 
 from edgekv.errors import UserError
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 STATE_MAGIC = 0x31564B45  # "EKV1", little endian
 LANES = 16  # tokens interleaved in a key block
 INDEX_TOKENS = 32  # tokens side by side in the index plane
 GROUP = 32  # numbers that share a zero point and a scale
+MOST_LATENT = 4096  # numbers of a token's keys, of all kv heads, that latent keys can stand for
 
 ELEMENTS = {"fp32": 0, "fp16": 1}
 KEEPS = {"full": 0, "window": 1, "heavy": 2}
@@ -57,6 +58,7 @@ FIELDS: tuple[tuple[str, str, float], ...] = (
     ("value_bits", "i", 4),
     ("intervals", "i", 0),
     ("head_dim", "i", 0),
+    ("latent", "i", 0),
 )
 
 # Entries of the header's traffic counters, in bytes (the last named one counts steps).
@@ -101,6 +103,7 @@ class Layout(NamedTuple):
     body_seen: int
     body_k: int
     body_v: int
+    body_z: int
     index: int
     payload: int
     mean: int
@@ -110,6 +113,7 @@ class Layout(NamedTuple):
     sink_v: int
     tail_k: int
     tail_v: int
+    tail_z: int
     tail_q: int
     bytes: int
 
@@ -159,10 +163,21 @@ def record_bytes(params: Mapping) -> int:
 
 
 def token_bytes(params: Mapping) -> int:
-    """Bytes of one body token of one kv head, without position and score: index and record, or dense key and value."""
+    """Bytes of one body token of one kv head, without position and score: index and record, or dense key and value (none of a latent key,
+    which is one for all kv heads)."""
     if is_selfindex(params):
         return params["key_dim"] // 8 + record_bytes(params)
-    return (params["key_dim"] + params["value_dim"]) * element_bytes(params)
+    return ((0 if params.get("latent", 0) else params["key_dim"]) + params["value_dim"]) * element_bytes(params)
+
+
+def kept_bytes(params: Mapping) -> int:
+    """Bytes of one body token of all kv heads, without positions and scores."""
+    return params["kv_heads"] * token_bytes(params) + params.get("latent", 0) * element_bytes(params)
+
+
+def key_numbers(params: Mapping) -> int:
+    """Numbers that a dense body stores for the keys of one token, of all kv heads."""
+    return params.get("latent", 0) or params["kv_heads"] * params["key_dim"]
 
 
 def held_tokens(params: Mapping) -> int:
@@ -183,8 +198,9 @@ def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         "body_pos": (i4, (kv, body)),
         "body_score": (f4, (kv, body if scored else 0)),
         "body_seen": (f4, (kv, body if scored else 0)),
-        "body_k": (element, (kv, dense // LANES, dim, LANES)),
+        "body_k": (element, (kv, 0 if p["latent"] else dense // LANES, dim, LANES)),
         "body_v": (element, (kv, dense, out)),
+        "body_z": (element, (body // LANES, p["latent"], LANES)),
         "index": (u1, (kv, compressed // INDEX_TOKENS, dim // 4, 16)),
         "payload": (u1, (kv, compressed, record_bytes(p))),
         "mean": (f2, (kv, p["intervals"] if packed else 0, dim)),
@@ -194,6 +210,7 @@ def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         "sink_v": (element, (kv, sinks, out)),
         "tail_k": (element, (kv, tail // LANES, dim, LANES)),
         "tail_v": (element, (kv, tail, out)),
+        "tail_z": (element, (tail // LANES, p["latent"], LANES)),
         "tail_q": (element, (p["q_heads"], p["observe"] if scored else 0, dim)),
     }
 
@@ -212,6 +229,7 @@ _OWNERS = {
     "body_seen": "scores",
     "body_k": "body",
     "body_v": "body",
+    "body_z": "body",
     "index": "index",
     "payload": "compressed records",
     "mean": "interval means",
@@ -221,6 +239,7 @@ _OWNERS = {
     "sink_v": "sinks",
     "tail_k": "tail",
     "tail_v": "tail",
+    "tail_z": "tail",
     "tail_q": "observed queries",
 }
 OWNERS = (*dict.fromkeys(_OWNERS.values()), "positions and headers")
@@ -264,7 +283,7 @@ def check_params(params: Mapping) -> str | None:
     """None when the parameters make sense, otherwise one sentence that names the field (as check_params in the header)."""
     p = complete(params)
     bounded = p["keep"] != KEEPS["full"]
-    heavy, packed = p["keep"] == KEEPS["heavy"], is_selfindex(p)
+    heavy, packed, latent = p["keep"] == KEEPS["heavy"], is_selfindex(p), p["latent"]
     rules = (
         (1 <= p["q_heads"] <= 4096, "q_heads must be between 1 and 4096"),
         (p["kv_heads"] >= 1 and p["q_heads"] % max(p["kv_heads"], 1) == 0, "kv_heads must divide q_heads"),
@@ -304,6 +323,15 @@ def check_params(params: Mapping) -> str | None:
         (p["positions"] in POSITIONS.values(), "positions must be 0 (original) or 1 (cache)"),
         (p["head_dim"] == 0 or p["key_dim"] <= p["head_dim"] <= 1024, "head_dim must be 0 or between key_dim and 1024"),
         (p["head_dim"] == 0 or p["positions"] == POSITIONS["original"], "positions must be 0 (original): projected keys cannot be turned"),
+        (
+            0 <= latent <= min(MOST_LATENT, p["kv_heads"] * p["key_dim"]),
+            "latent must be between 0 and the numbers of all keys of a token, at most 4096",
+        ),
+        (not latent or not packed and p["head_dim"] == 0, "latent keys need format 0 (dense) and head_dim 0"),
+        (not latent or p["positions"] == POSITIONS["original"], "positions must be 0 (original): latent keys cannot be turned"),
+        (not latent or not keeps_scores(p), "latent keys cannot be ranked by attention: score must be 1 (keys)"),
+        (not latent or not p["rotary_dim"] or p["fused_rotary"], "latent keys need fused_rotary: they are made before the rotation"),
+        (not latent or p["kv_heads"] * p["key_dim"] <= MOST_LATENT, "latent keys need kv_heads * key_dim of at most 4096"),
         (
             0 <= p["rotary_dim"] <= given_dim(p) and p["rotary_dim"] % 2 == 0,
             "rotary_dim must be even and at most the size of a head",

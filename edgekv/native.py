@@ -56,7 +56,7 @@ for _name, _result, _arguments in (
     (
         "edgekv_attend",
         c_int,
-        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 2, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 5, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
     ),
     ("edgekv_retrieved_slots", c_int64, [_PARAMS, c_void_p, c_int64, c_int64]),
     (
@@ -176,6 +176,9 @@ def attend(
     sin: np.ndarray | None = None,
     query_map: np.ndarray | None = None,
     key_map: np.ndarray | None = None,
+    key_encode: np.ndarray | None = None,
+    key_decode: np.ndarray | None = None,
+    inv_freq: np.ndarray | None = None,
     slots: np.ndarray | None = None,
     threads: int = 1,
 ) -> np.ndarray:
@@ -183,7 +186,9 @@ def attend(
 
     q float32 [T, q_heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; with params.fused_rotary also cos and
     sin float32 [T, rotary_dim/2 or rotary_dim]. With params.head_dim, q and k have that many numbers per head, of which query_map and
-    key_map float32 [q_heads or kv_heads, head_dim, key_dim] make key_dim after the rotation. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
+    key_map float32 [q_heads or kv_heads, head_dim, key_dim] make key_dim after the rotation. With params.latent, key_encode float32
+    [kv_heads key_dim, latent], key_decode [kv_heads, latent + 1, key_dim] (the last row of a head is its mean key) and inv_freq
+    [rotary_dim/2] make and rebuild latent keys. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
     of a compressed body, beside sinks and tail; None or k = 0: all of it. Only tail slots from the committed length on change,
     and the traffic counters.
     """
@@ -205,6 +210,9 @@ def attend(
             *_rotations(cos, sin, rows),
             _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
             _floats("key_map", key_map, (params.kv_heads, given, params.key_dim)),
+            _floats("key_encode", key_encode, (params.kv_heads * params.key_dim, params.latent)),
+            _floats("key_decode", key_decode, (params.kv_heads, params.latent + 1, params.key_dim)),
+            _floats("inv_freq", inv_freq, (params.rotary_dim // 2,)),
             *_state(state),
             None if slots is None else slots.ctypes.data_as(_INTS),
             0 if slots is None else slots.shape[-1],

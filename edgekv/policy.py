@@ -79,8 +79,9 @@ def layer_params(
         "positions": layout.POSITIONS[policy.positions],
         "rotary_dim": geometry.rotary_dim,
         "rotary_interleaved": int(geometry.rotary_interleaved),
-        "fused_rotary": int(fused_rotary),
+        "fused_rotary": int(fused_rotary or (geometry.latent > 0 and geometry.rotary_dim > 0)),
         "head_dim": geometry.head_dim,
+        "latent": geometry.latent,
     }
     if not dense:
         params |= {
@@ -166,8 +167,10 @@ def plan(
         raise UserError("A cache needs at least one layer and a context of at least one token.")
     if policy.positions == "cache" and not all(g.rotary_dim and g.inv_freq for g in geometries):
         raise UserError("positions 'cache' needs rotary positions in every layer; this model has layers without them.")
-    if policy.positions == "cache" and any(g.head_dim for g in geometries):
-        raise UserError("positions 'cache' cannot be had with projected keys, which cannot be turned to another position; use positions 'original'.")
+    if policy.positions == "cache" and any(g.head_dim or g.latent for g in geometries):
+        raise UserError("positions 'cache' cannot be had with projected or latent keys, which cannot be turned to another position; use positions 'original'.")
+    if any(g.latent for g in geometries):
+        _check_latent(policy)
     for layer, g in enumerate(geometries):
         if not stays_dense(policy, g) and g.key_dim % 4:
             raise UserError(f"cache 'selfindex' needs keys whose size is a multiple of 4; those of layer {layer} have {g.key_dim} numbers.")
@@ -195,6 +198,13 @@ def plan(
         raise UserError(_too_small(policy, build, budget, limit, context, choices))
     boundary = _choose_boundary(policy, fitting, context)
     return build(fitting[boundary], boundary)
+
+
+def _check_latent(policy: CachePolicy) -> None:
+    if policy.compresses:
+        raise UserError("cache 'selfindex' cannot store latent keys yet; use the cache 'dense', or thin keys of the form projected.")
+    if policy.keep == "heavy" and policy.score != "keys":
+        raise UserError("latent keys are ranked by what is stored of them: keep 'heavy' needs the score 'keys' with them.")
 
 
 def _most_held(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:

@@ -9,8 +9,9 @@ def words(keys: dict[str, Any]) -> str:
     """One or two sentences for people."""
     ranks = keys["ranks"]
     spread = f"{ranks[0]}" if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}"
+    of = "for the keys of all kv heads" if keys["form"] == "latent" else "per key"
     text = (
-        f"Thin keys ({keys['form']}): {spread} numbers per key, {keys['token_bytes']} bytes of keys per token and not {keys['token_bytes_whole']} "
+        f"Thin keys ({keys['form']}): {spread} numbers {of}, {keys['token_bytes']} bytes of keys per token and not {keys['token_bytes_whole']} "
         f"({keys['token_bytes'] / keys['token_bytes_whole'] - 1:+.1%})."
     )
     if keys.get("attention_kl"):

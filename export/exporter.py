@@ -111,7 +111,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         if options.check_parity:
             report("comparing with the original model", None, None)
             files = {p.name: {"bytes": p.stat().st_size} for p in partial.iterdir()}
-            found = parity.check(source, Bundle(partial, {**manifest, "files": files}), _room(planned), thin.maps if thin else None)
+            found = parity.check(source, Bundle(partial, {**manifest, "files": files}), _room(planned), thin.in_cache(planned.boundary) if thin else None)
             manifest["parity"] = found.to_json()
         report("sealing", None, None)
         bundle.seal(partial, manifest)

@@ -15,6 +15,7 @@ from edgekv.export.checkpoint import Reader
 from edgekv.export.passes import gelu, heads, linear, match, rms_norm, rotary, siblings
 
 SLOTS, QUERY_MAP, KEY_MAP = 7, 8, 9  # the attention node's inputs for chosen slots and for maps to thin keys
+KEY_ENCODE, KEY_DECODE = 10, 11  # and for what latent keys are made and rebuilt with
 FOLD_BYTES = 1 << 18  # constants up to this size are folded; larger ones are weights
 
 

@@ -27,7 +27,7 @@ from edgekv.export.parity_text import TEXT
 from edgekv.export.quiet import quiet
 from edgekv.export.thin import attention
 from edgekv.export.thin.make import load_model
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import Maps
 from edgekv.generation.session import Session
 
 MOST_TOKENS = 384
@@ -99,7 +99,7 @@ def tokens_of(source: Source, vocab: int, room: int) -> np.ndarray:
     return np.asarray(ids, np.int64)
 
 
-def original_logits(source: Source, ids: np.ndarray, context: int, maps: Sequence[KeyMaps] | None = None) -> np.ndarray:
+def original_logits(source: Source, ids: np.ndarray, context: int, maps: Sequence[Maps] | None = None) -> np.ndarray:
     """float32 [T, vocab] of the model in single precision with transformers' plain attention, made for `context` positions.
 
     maps  of every layer, for a bundle with thin keys: what it must agree with is the model with the same maps in its attention
@@ -205,7 +205,7 @@ def judged(original: np.ndarray, ours: np.ndarray, columns: np.ndarray, limits: 
     return found
 
 
-def check(source: Source, bundle: Bundle, room: int, maps: Sequence[KeyMaps] | None = None) -> Parity:
+def check(source: Source, bundle: Bundle, room: int, maps: Sequence[Maps] | None = None) -> Parity:
     """Runs both and judges; returns the figures. maps: as in original_logits."""
     ids = tokens_of(source, bundle.model["vocab"] if source.token_ids is None else source.config.get_text_config().vocab_size, room)
     original = original_logits(source, ids, bundle.model["context"], maps)

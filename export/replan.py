@@ -34,7 +34,7 @@ def is_bundle(model: str) -> bool:
 
 def geometries(source: Bundle) -> list[LayerGeometry]:
     """What each layer stores per token, read from the manifest."""
-    shared = ("q_heads", "kv_heads", "key_dim", "value_dim", "scale", "softcap", "sliding_window", "rotary_dim", "head_dim")
+    shared = ("q_heads", "kv_heads", "key_dim", "value_dim", "scale", "softcap", "sliding_window", "rotary_dim", "head_dim", "latent")
     return [
         LayerGeometry(
             **{name: layout.complete(layer["params"])[name] for name in shared},
@@ -142,5 +142,5 @@ def _compare(source: Bundle, new: Bundle, planned: Plan) -> None:
     elements = {source.manifest["policy"].get("element"), planned.policy.element}
     # Integer formats round activations as well, and another boundary makes other blocks of rows: the last bit of a sum can move a code.
     stored = "int8" if source.manifest["weights"]["format"] in ("int8", "int4") else "fp32"
-    exact = min((b.boundary for b in (source, new) if b.compressed), default=None)
+    exact = min((b.boundary for b in (source, new) if b.compressed or b.latent), default=None)
     parity.judged(*logits, ids, parity.LIMITS[stored, "fp32" if elements == {"fp32"} else "fp16"], exact)

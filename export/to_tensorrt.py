@@ -275,9 +275,9 @@ class Lowering:
         return [self.value(x, exact=True) for x in given[5:7]] if params["fused_rotary"] else []
 
     def rows(self, node: NodeProto, params: dict) -> list[str]:
-        """Queries, keys and values of an attention node, unpacked. UserError when the node projects keys, which our plugin cannot."""
-        if params["head_dim"]:
-            raise UserError("This bundle projects its keys to fewer numbers, for which there are no GPU kernels yet; run it with --engine onnxruntime.")
+        """Queries, keys and values of an attention node, unpacked. UserError when the node makes keys thinner, which our plugin cannot."""
+        if params["head_dim"] or params["latent"]:
+            raise UserError("This bundle keeps thin keys (projected or latent), for which there are no GPU kernels yet; run it with --engine onnxruntime.")
         q, k, v = node.input[:3]
         if not k and q in self._split:
             return self._split[q]

@@ -1,4 +1,4 @@
-"""A decode step of one layer with whole and with projected keys, in turns: python tools/bench_thin_keys.py [--heads 9 3 64] [--depths ...]
+"""A decode step of one layer with whole, with projected and with latent keys, in turns: python tools/bench_thin_keys.py [--heads 9 3 64] [--depths ...]
 
 Prints processor time of one thread per step, the shortest of --runs rounds, and the ratio to whole keys of the same rounds. Every depth
 works through as many states as --bytes hold, so that from a certain depth on keys and values come from memory, as in a model of many layers.
@@ -22,7 +22,7 @@ def make_states(params: dict, depth: int, count: int, seed: int) -> list[np.ndar
     fields = native.LayerParams(**params)
     first = native.new_state(fields)
     view, random = layout.StateView(params, first), np.random.default_rng(seed)
-    for plane in (view.body_k, view.body_v):
+    for plane in (view.body_k, view.body_v, view.body_z):
         plane[...] = random.standard_normal(plane.shape, np.float32)
     view.body_pos[:] = np.arange(view.body_pos.shape[1])
     view.header["body_count"] = view.header["tail_base"] = view.header["rank_base"] = depth
@@ -40,7 +40,7 @@ def step_of(fields: native.LayerParams, given: dict, depth: int, maps: dict) -> 
 
     y = np.empty((1, fields.q_heads, fields.value_dim), np.float32)
     inputs = [pointer(given[name]) for name in "qkv"]
-    tables = [pointer(given["cos"]), pointer(given["sin"]), given["cos"].shape[1], pointer(maps.get("query_map")), pointer(maps.get("key_map"))]
+    tables = [pointer(given["cos"]), pointer(given["sin"]), given["cos"].shape[1], *(pointer(maps.get(name)) for name in ("query_map", "key_map", "key_encode", "key_decode", "inv_freq"))]
     out = pointer(y)
 
     def step(state: np.ndarray) -> None:
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="query heads, kv heads, size")
     parser.add_argument("--depths", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 16])
+    parser.add_argument("--latent", type=int, nargs="*", default=[96, 48], help="numbers that stand for the keys of all kv heads")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--bytes", type=int, default=128 << 20, help="states of one depth and rank together, at least one")
     given = parser.parse_args()
@@ -68,27 +69,31 @@ def main() -> None:
     print(f"{q_heads}/{kv_heads} heads of {head}, fp16, {native.isa()}, load {os.getloadavg()[0]:.1f}")
     for depth in given.depths:
         cases = {}
-        for rank in (head, *given.ranks):
+        thin = [("projected", rank) for rank in given.ranks] + [("latent", rank) for rank in given.latent]
+        for form, rank in [("whole", head), *thin]:
             params = layout.complete({
-                "q_heads": q_heads, "kv_heads": kv_heads, "key_dim": rank, "value_dim": head, "body_slots": -(-depth // 16) * 16, "tail_slots": 64, "scale": 0.1,
-                "rotary_dim": head, "fused_rotary": 1, "head_dim": 0 if rank == head else head,
+                "q_heads": q_heads, "kv_heads": kv_heads, "key_dim": rank if form == "projected" else head, "value_dim": head,
+                "body_slots": -(-depth // 16) * 16, "tail_slots": 64, "scale": 0.1, "rotary_dim": head, "fused_rotary": 1,
+                "head_dim": head if form == "projected" else 0, "latent": rank if form == "latent" else 0,
             })  # fmt: skip
-            maps = {} if rank == head else {
-                "query_map": random.standard_normal((q_heads, head, rank), np.float32), "key_map": random.standard_normal((kv_heads, head, rank), np.float32)
+            shapes = {
+                "whole": {}, "projected": {"query_map": (q_heads, head, rank), "key_map": (kv_heads, head, rank)},
+                "latent": {"key_encode": (kv_heads * head, rank), "key_decode": (kv_heads, rank + 1, head), "inv_freq": (head // 2,)},
             }  # fmt: skip
+            maps = {name: random.standard_normal(shape, np.float32) * 0.1 for name, shape in shapes[form].items()}
             count = max(1, min(30, given.bytes // layout.state_bytes(params)))
-            cases[rank] = (step_of(native.LayerParams(**params), rows, depth, maps), make_states(params, depth, count, 1), [], maps)
+            cases[form, rank] = (step_of(native.LayerParams(**params), rows, depth, maps), make_states(params, depth, count, 1), [], maps)
         for _ in range(given.runs):
             for step, states, times, _ in cases.values():
                 begun = time.process_time()
                 for state in states:
                     step(state)
                 times.append((time.process_time() - begun) / len(states))
-        whole = cases[head][2]
+        whole = cases["whole", head][2]
         line = f"{depth:6} tokens: whole {1e6 * min(whole):8.1f} us"
-        for rank in given.ranks:
-            times = cases[rank][2]
-            line += f", {rank:3} numbers {1e6 * min(times):8.1f} us ({min(times) / min(whole):.2f}, median {np.median(np.array(times) / np.array(whole)):.2f})"
+        for form, rank in thin:
+            times = cases[form, rank][2]
+            line += f", {form} {rank:3} {1e6 * min(times):8.1f} us ({min(times) / min(whole):.2f}, median {np.median(np.array(times) / np.array(whole)):.2f})"
         print(line, flush=True)
 
 

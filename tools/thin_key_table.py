@@ -3,8 +3,9 @@
     python tools/thin_key_table.py MODEL --calibrate emma.txt --evaluate persuasion.txt [--shares 75 50 37.5 25 12.5] [--methods ...]
 
 Methods:
-    latent-diagonal   the latent of all kv heads of a layer together, before the rotation: PCA of keys weighted by the root of the query
-                      energy of each frequency pair (it is rebuilt and rotated where it is read)
+    latent            the latent of all kv heads of a layer together, before the rotation, in closed form
+    latent-refined    that, and a short descent on the attention's KL; what `edgekv export --key-form latent` does
+    latent-auto       the same with ranks spread over the layers by measured KL
     kq-svd            a map per kv head after the rotation, from all keys alike, calibrated at the first positions only
     weighted          the same from keys counted by the attention they receive, without the first token, at positions over the whole context
     refined           that, and a short descent on the attention's KL; what `edgekv export --key-rank` does
@@ -17,6 +18,7 @@ likeliest token is the same. --far N adds the same for texts that begin at posit
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -29,36 +31,8 @@ from edgekv.export.thin.attention import Session, using
 from edgekv.export.thin.maps import KeyMaps
 from edgekv.geometry import LayerGeometry
 
-METHODS = ("latent-diagonal", "kq-svd", "weighted", "refined", "refined-auto")
+METHODS = ("latent", "latent-refined", "latent-auto", "kq-svd", "weighted", "refined", "refined-auto")
 BLOCK = 64
-
-
-class Latent:
-    """Keys of all kv heads of a layer replaced by what `rank` joint numbers before the rotation leave of them."""
-
-    def __init__(self, geometry: LayerGeometry, basis: torch.Tensor, weight: torch.Tensor, start: int):
-        self.g, self.basis, self.weight, self.start = geometry, basis, weight, start
-
-    def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, heads, count, dim = k.shape
-        plain = turned_back(k, self.g, self.start).transpose(1, 2).reshape(batch, count, heads * dim)
-        rebuilt = (plain * self.weight) @ self.basis @ self.basis.T / self.weight
-        return q, turned_back(rebuilt.view(batch, count, heads, dim).transpose(1, 2), self.g, self.start, forth=True)
-
-
-def turned_back(x: torch.Tensor, g: LayerGeometry, start: int, forth: bool = False) -> torch.Tensor:
-    """Rotated [..., T, head_dim] at positions start, start + 1, ... without their rotation; forth: the other way round."""
-    angle = torch.outer(start + torch.arange(x.shape[-2], dtype=torch.float64), torch.tensor(g.inv_freq, dtype=torch.float64))
-    return stream.turn(x, angle.cos().float(), (angle.sin() if forth else -angle.sin()).float(), g)
-
-
-def latent_basis(text: stream.LayerText, g: LayerGeometry) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormal [kv_heads head_dim, same], best directions first, and the weight of each number [kv_heads head_dim]."""
-    heads, dim, half = g.kv_heads, g.key_dim, g.key_dim // 2
-    pairs = text.q.square().sum((0, 2)).view(heads, -1, 2, half).sum((1, 2))  # energy of each frequency pair
-    weight = pairs.sqrt().repeat(1, 2).reshape(-1)
-    keys = turned_back(text.k, g, 0).transpose(1, 2).reshape(-1, heads * dim)[1:] * weight
-    return torch.linalg.eigh((keys.T @ keys).double())[1].flip(1).float(), weight
 
 
 def model_geometry(model) -> list[LayerGeometry]:
@@ -133,8 +107,8 @@ def load_ids(source, path: Path) -> list[int]:
 def prepare(model, text, geometry, method, context):
     """What all shares of a method have in common, from one pass over the layers."""
     texts = stream.layers(model, text)
-    if method == "latent-diagonal":
-        return [latent_basis(layer, geometry[layer.layer]) for layer in texts]
+    if method.startswith("latent"):
+        return None
     if method == "kq-svd":
         return [plain_maps(layer) for layer in texts]
     return calibrate.closed_form(stream.turned(texts, geometry, make.starts_of(text, context)))
@@ -150,19 +124,25 @@ def plain_maps(text: stream.LayerText) -> KeyMaps:
 def made(model, text, geometry, method, share, context, steps, prepared):
     """start -> maps of every layer for texts that begin there."""
     heads = [(g.kv_heads, g.key_dim) for g in geometry]
-    if method == "latent-diagonal":
-        cut = [(basis[:, : round(share * basis.shape[0])], weight) for basis, weight in prepared]
-        return lambda start: {i: Latent(geometry[i], basis, weight, start) for i, (basis, weight) in enumerate(cut)}
+    if method.startswith("latent"):
+        wanted = ranks.KeyRank(share=share, spread=method == "latent-auto")
+        fitted = make.latent_from_chunks(model, text, geometry, wanted, 0 if method == "latent" else steps, lambda *_: None)
+        tell([layer.rank for layer in fitted.maps], fitted)
+        return lambda start: {i: dataclasses.replace(layer, start=start) for i, layer in enumerate(fitted.maps)}
     wanted = ranks.KeyRank(share=share, spread=method == "refined-auto")
     chosen = ranks.choose(wanted, heads, [] if method == "kq-svd" else prepared[0])
     full = prepared if method == "kq-svd" else prepared[1]
     maps = [calibrate.cut(m, r) for m, r in zip(full, chosen, strict=True)]
     if method.startswith("refined"):
         texts = stream.turned(stream.layers(model, text), geometry, make.starts_of(text, context))
-        fitted = calibrate.fit(texts, full, chosen, steps)
+        fitted = calibrate.fit(texts, lambda layer: calibrate.cut(full[layer.layer], chosen[layer.layer]), steps)
         maps = fitted.maps
-        print(f"    ranks {chosen}; attention KL {' '.join(f'{e.attention_kl:.3f}' for e in fitted.errors)}", flush=True)
+        tell(chosen, fitted)
     return lambda start: dict(enumerate(maps))
+
+
+def tell(chosen: list[int], fitted: calibrate.Calibrated) -> None:
+    print(f"    ranks {chosen}; attention KL {' '.join(f'{e.attention_kl:.3f}' for e in fitted.errors)}", flush=True)
 
 
 if __name__ == "__main__":

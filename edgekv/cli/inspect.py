@@ -118,7 +118,7 @@ def _shape(params: dict[str, Any]) -> str:
     def name(names: dict[str, int], value: int) -> str:
         return next((text for text, number in names.items() if number == value), str(value))
 
-    of_head = f" of {params['head_dim']}" if params.get("head_dim") else ""
+    of_head = f" of {params['head_dim']}" if params.get("head_dim") else f" ({params['latent']} latent numbers per token)" if params.get("latent") else ""
     text = (
         f"{params['q_heads']} query / {params['kv_heads']} kv heads, keys {params['key_dim']}{of_head}, values {params['value_dim']}, "
         f"{name(layout.KEEPS, params.get('keep', 0))}: body {params['body_slots']} + tail {params['tail_slots']} tokens, "

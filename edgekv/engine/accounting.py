@@ -17,9 +17,9 @@ def occupancy(bundle: Bundle, headers: Iterable[np.ndarray], tail: int) -> Occup
     for layer, header in zip(bundle.layers, headers, strict=True):
         params, body, evicted = layer["params"], int(header["body_count"][0]), int(header["evicted"][0])
         in_full = tail + (min(params["sinks"], int(header["tail_base"][0])) if layout.is_selfindex(params) else 0)
-        whole = (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
+        whole = params["kv_heads"] * (params["key_dim"] + params["value_dim"]) * layout.element_bytes(params)
         kept = body + in_full
-        used += params["kv_heads"] * (body * layout.token_bytes(params) + in_full * whole)
+        used += body * layout.kept_bytes(params) + in_full * whole
         if most is None or kept > most[0]:
             most = kept, evicted
     return Occupancy(bundle.arena_bytes, used, *most)

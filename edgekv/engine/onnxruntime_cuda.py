@@ -34,8 +34,8 @@ def refusal(bundle: Bundle | None = None) -> str | None:
         return f"no CUDA device ({info['reason']})"
     if bundle is not None and bundle.compressed:
         return "compressed caches have no CUDA operators in ONNX Runtime"
-    if bundle is not None and any(layer["params"].get("head_dim") for layer in bundle.layers):
-        return "projected keys have no CUDA operators in ONNX Runtime"
+    if bundle is not None and (bundle.latent or any(layer["params"].get("head_dim") for layer in bundle.layers)):
+        return "thin keys have no CUDA operators in ONNX Runtime"
     return None
 
 

@@ -14,7 +14,7 @@ from edgekv.memory.traffic import TILE, committed
 
 
 def state_accesses(params: Mapping, base: int, position: int, mode: str = "normal", body_count: int | None = None) -> Iterator[Access]:
-    """One-row attention step of one layer with a dense body whose state starts at address `base`, without a sliding window of the model.
+    """One-row attention step of one layer with a dense body of whole or projected keys whose state starts at address `base`, without a sliding window of the model.
 
     body_count: filled body slots; default as after feeding `position` tokens from the start of the text.
     """

@@ -234,7 +234,7 @@ def shape_from_bundle(path: str | Path) -> ModelShape:
 
     bundle = open_bundle(path, verify=False)
     model = bundle.model
-    keys = ("q_heads", "kv_heads", "key_dim", "value_dim", "softcap", "sliding_window", "rotary_dim", "head_dim")
+    keys = ("q_heads", "kv_heads", "key_dim", "value_dim", "softcap", "sliding_window", "rotary_dim", "head_dim", "latent")
     layers = []
     for index, entry in enumerate(bundle.layers):
         params = entry["params"]

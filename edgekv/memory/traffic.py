@@ -4,6 +4,8 @@ A step of T rows at `position` attends to the body and to the tail slots up to i
 handled in passes of up to ROWS_PER_PASS[isa]; a pass loads each tile of 128 slots once, keys in blocks of 16 tokens, values slot
 by slot, from the first to the last slot that one of its rows may see. A decode step is one pass: every visible byte once.
 
+Of latent keys a pass over the body reads what stands for the keys of all kv heads once per kv head; compaction moves it once.
+
 A compaction reads and writes each kept token that changes its place or its rotation; with keep = heavy the observed queries pass
 over all keys once per register block to update the scores, or, when tokens are ranked by their keys and some have to go, all keys
 are read twice: for their sum and for their share in it. Compressed bodies are in packed_traffic.py.
@@ -85,7 +87,8 @@ def step_traffic(
                 if not retrieve:
                     compressed.whole(low)
             for plane, tiles in seen.items():
-                total[f"read_{plane}_keys"] += sum(blocks for blocks, _ in tiles) * layout.LANES * params["key_dim"] * element
+                numbers = params.get("latent", 0) if plane == "body" else 0  # read again for every kv head
+                total[f"read_{plane}_keys"] += sum(blocks for blocks, _ in tiles) * layout.LANES * (numbers or params["key_dim"]) * element
                 total[f"read_{plane}_values"] += sum(slots for _, slots in tiles) * params["value_dim"] * element
         if packed:
             for row in range(rows if retrieve and count else 0):
@@ -99,7 +102,8 @@ def step_traffic(
     observed = 0
     if layout.keeps_scores(params):
         observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))
-    numbers = rows * params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + observed * params["q_heads"] * params["key_dim"]
+    stored = params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + params.get("latent", 0)
+    numbers = rows * stored + observed * params["q_heads"] * params["key_dim"]
     total["write_tail"] = numbers * element
     return total
 
@@ -129,21 +133,23 @@ def compaction_traffic(
     element = layout.element_bytes(params)
     tail_base = position - params["tail_slots"]
     rotates = params["positions"] == layout.POSITIONS["cache"] and params["rotary_dim"] > 0
+    latent = params.get("latent", 0)
+    key_numbers = latent or params["key_dim"]  # those of a latent key are there once, and move with the first kv head
     moved = 0
-    for old, new in zip(before, after, strict=True):
+    for head, (old, new) in enumerate(zip(before, after, strict=True)):
         slot_of = {p: i for i, p in enumerate(old)}
         source = [slot_of[p] if p < tail_base else len(old) + p - tail_base for p in new]  # index among body, then tail
-        for first in range(0, len(new), layout.LANES):
+        for first in range(0, 0 if latent and head else len(new), layout.LANES):
             lanes = range(first, min(first + layout.LANES, len(new)))
             turned = rotates and any(turn + i - source[i] for i in lanes)
             if turned or any(source[i] != i or source[i] >= len(old) for i in lanes):
-                moved += len(lanes) * params["key_dim"] * element
+                moved += len(lanes) * key_numbers * element
         moved_values = sum(source[i] != i or source[i] >= len(old) for i in range(len(new)))
         moved += moved_values * (params["value_dim"] * element + 4)
     read = written = moved
     heads, padded = params["kv_heads"], -(-len(before[0]) // layout.LANES) * layout.LANES + params["tail_slots"]
     if layout.ranks_by_keys(params) and len(before[0]) + params["tail_slots"] > params["body_slots"]:
-        read += 2 * heads * padded * params["key_dim"] * element
+        read += 2 * (1 if latent else heads) * padded * key_numbers * element
     if layout.keeps_scores(params):
         count = len(before[0])
         row_block = ROWS_PER_PASS[isa] // 8

@@ -53,9 +53,11 @@ class ReferenceCache:
 
     def keys(self, tail_rows: int) -> np.ndarray:
         """Keys of the body and the first tail_rows of the tail, in slot order: float32 [kv_heads, n, key_dim]."""
-        return np.concatenate(
-            [read_keys(self.state.body_k, 0, self.count), read_keys(self.state.tail_k, 0, tail_rows)], axis=1
-        )
+        return np.concatenate([self.body_keys(), read_keys(self.state.tail_k, 0, tail_rows)], axis=1)
+
+    def body_keys(self) -> np.ndarray:
+        """Keys of the body in slot order: float32 [kv_heads, count, key_dim]."""
+        return read_keys(self.state.body_k, 0, self.count)
 
     def values(self, tail_rows: int) -> np.ndarray:
         """As keys(): float32 [kv_heads, n, value_dim]."""
@@ -109,33 +111,42 @@ class ReferenceCache:
         rows = self.tail_rows(position)
         if rows != p["tail_slots"]:
             raise UserError(f"compaction is for boundaries: position {position} is {rows} tokens after the last one.")
-        keys, values, where = self.keys(rows), self.values(rows), self.positions(rows)
-        score, pairs = self._scores(rows, keys, where)
+        values, where = self.values(rows), self.positions(rows)
+        score, pairs = self._scores(rows, where)
         by_keys = layout.ranks_by_keys(p)
-        kept = self._choose(key_ranking(keys) if by_keys else ranking(score, pairs, bool(p["score_normalise"])))
+        kept = self._choose(self.rank_by_keys(rows) if by_keys else ranking(score, pairs, bool(p["score_normalise"])))
         count = kept.shape[1]
 
-        ranks = self._ranks(rows)
         cache_positions = p["positions"] == layout.POSITIONS["cache"]
         if rank_base < count or (not cache_positions and rank_base != position):
             raise UserError(f"rank_base {rank_base} is not possible at position {position} with {count} kept tokens.")
-        new_ranks = rank_base - count + np.arange(count)
+        self.move_keys(kept, rows, rank_base)
         for head, slots in enumerate(kept):
-            head_keys = keys[head, slots]
-            if cache_positions:
-                turn = new_ranks - ranks[slots]
-                turned = rotate(head_keys, turn, self.inv_freq, p["rotary_dim"], bool(p["rotary_interleaved"]))
-                head_keys = np.where(turn[:, None] != 0, turned, head_keys)
-            write_keys(state.body_k[head : head + 1], 0, head_keys[None])
             state.body_v[head, :count] = values[head, slots]
             state.body_pos[head, :count] = where[head, slots]
             if layout.keeps_scores(p):
                 state.body_score[head, :count] = score[head, slots]
                 state.body_seen[head, :count] = pairs[head, slots]
-        state.header["evicted"] += keys.shape[1] - count
+        state.header["evicted"] += where.shape[1] - count
         state.header["body_count"] = count
         state.header["tail_base"] = position
         state.header["rank_base"] = rank_base
+
+    def rank_by_keys(self, rows: int) -> np.ndarray:
+        """What every candidate, of body and tail, ranks by when keys decide: float32 [kv_heads, n]."""
+        return key_ranking(self.keys(rows))
+
+    def move_keys(self, kept: np.ndarray, rows: int, rank_base: int) -> None:
+        """Writes the keys of the kept candidates, int [kv_heads, count], to the body's first slots, turned to their ranks below rank_base."""
+        p, keys, ranks, count = self.params, self.keys(rows), self._ranks(rows), kept.shape[1]
+        new_ranks = rank_base - count + np.arange(count)
+        for head, slots in enumerate(kept):
+            head_keys = keys[head, slots]
+            if p["positions"] == layout.POSITIONS["cache"]:
+                turn = new_ranks - ranks[slots]
+                turned = rotate(head_keys, turn, self.inv_freq, p["rotary_dim"], bool(p["rotary_interleaved"]))
+                head_keys = np.where(turn[:, None] != 0, turned, head_keys)
+            write_keys(self.state.body_k[head : head + 1], 0, head_keys[None])
 
     def committed_hash(self, position: int) -> int:
         """A number that changes when any committed byte changes: header (without traffic counters), filled body slots, committed
@@ -176,7 +187,7 @@ class ReferenceCache:
             if first + row >= start:
                 self.state.tail_q[:, first + row - start] = q[row]
 
-    def _scores(self, rows: int, keys: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _scores(self, rows: int, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Scores and observing pairs of every candidate after this interval's queries: float32 [kv_heads, n] each."""
         p, state, count = self.params, self.state, self.count
         score = np.zeros(where.shape, np.float32)
@@ -188,7 +199,7 @@ class ReferenceCache:
         pairs[:, :count] = state.body_seen[:, :count] * decay
         query_pos = self.tail_base + rows - p["observe"] + np.arange(p["observe"])
         added = observe(
-            state.tail_q.astype(np.float32), query_pos, keys, where, p["scale"], p["softcap"], p["sliding_window"]
+            state.tail_q.astype(np.float32), query_pos, self.keys(rows), where, p["scale"], p["softcap"], p["sliding_window"]
         )
         return score + added[0], pairs + added[1]
 

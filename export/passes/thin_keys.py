@@ -1,4 +1,5 @@
-"""Thin keys in the graph: maps as inputs of the attention node, which applies them after its rotation, or multiplied into the weights.
+"""Thin keys in the graph: maps as inputs of the attention node, which applies them after its rotation (projected) or before it (latent), or
+multiplied into the weights (absorbed).
 
 `absorb` needs queries and keys that come straight from a linear layer. Between that and the scores a rotary model turns both by their
 positions, so a map in the weights would be applied to something else than what is scored: scores then have nothing to do with the full
@@ -11,13 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekv.errors import UserError
-from edgekv.export.graph import KEY_MAP, QUERY_MAP
+from edgekv.export.graph import KEY_DECODE, KEY_ENCODE, KEY_MAP, QUERY_MAP
 from edgekv.export.passes import match, siblings
 from edgekv.export.weights import Lazy
 
 WHY_NOT = (
     "Keys of this model cannot be absorbed into its weights: layer {layer} rotates queries and keys by position (or changes them otherwise) "
-    "behind their weights, and a product with a smaller matrix does not commute with a rotation. Use --key-form projected."
+    "behind their weights, and a product with a smaller matrix does not commute with a rotation. Use --key-form latent or projected."
 )
 
 
@@ -38,6 +39,14 @@ def project(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray) 
     layer = node.attributes["layer"].value
     node.resize_inputs(KEY_MAP + 1)
     for index, name, numbers in ((QUERY_MAP, "query_map", query), (KEY_MAP, "key_map", key)):
+        node.replace_input_with(index, match.initialiser(model, f"layers.{layer}.{name}", np.ascontiguousarray(numbers, np.float32)))
+
+
+def make_latent(model: ir.Model, node: ir.Node, encode: np.ndarray, decode: np.ndarray) -> None:
+    """encode float32 [kv_heads * key_dim, latent] and decode [kv_heads, latent + 1, key_dim] become inputs of the node."""
+    layer = node.attributes["layer"].value
+    node.resize_inputs(KEY_DECODE + 1)
+    for index, name, numbers in ((KEY_ENCODE, "key_encode", encode), (KEY_DECODE, "key_decode", decode)):
         node.replace_input_with(index, match.initialiser(model, f"layers.{layer}.{name}", np.ascontiguousarray(numbers, np.float32)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import Maps
 
 NAME = "edgekv_thin"  # what a model is loaded with: attn_implementation=NAME
 
@@ -47,7 +47,7 @@ class Scores:
 class Session:
     """What the attention function does at the moment: maps of layers (layers without any attend as usual), and who looks on."""
 
-    maps: Mapping[int, KeyMaps] = field(default_factory=dict)
+    maps: Mapping[int, Maps] = field(default_factory=dict)
     tap: Tap | None = None
 
 
@@ -75,11 +75,16 @@ def attend(
     if _session.tap is not None:
         _session.tap(module.layer_idx, module, query, key, value, scores)
     maps = _session.maps.get(module.layer_idx)
+    whole, interval = (query, key), maps.interval if maps is not None else 0
     if maps is not None:
         query, key = maps.apply(query, key)
     group = query.shape[1] // value.shape[1]
-    if scores.softcap or scores.window:
-        weights = scores.logits(query, key).softmax(-1)
+    if scores.softcap or scores.window or interval:
+        logits = scores.logits(query, key)
+        if interval:
+            place = torch.arange(key.shape[2], device=key.device) // interval
+            logits = torch.where(place[:, None] == place[None], scores.logits(*whole), logits)
+        weights = logits.softmax(-1)
         y = weights @ (value.repeat_interleave(group, 1) if group > 1 else value)
     else:
         y = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=group > 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import KeyMaps, Maps
 from edgekv.export.thin.stream import LayerText
 
 ROWS = 128  # query rows of one step of the refinement
@@ -85,16 +85,16 @@ def cut(maps: KeyMaps, rank: int) -> KeyMaps:
     return KeyMaps(maps.query[..., :rank].contiguous(), maps.key[..., :rank].contiguous())
 
 
-def refine(text: LayerText, maps: KeyMaps, steps: int, seed: int = 0) -> KeyMaps:
+def refine(text: LayerText, maps: Maps, steps: int, seed: int = 0) -> Maps:
     """The maps after `steps` of Adam on the mean KL of the attention, each on ROWS queries of one chunk; the best of start and end on
-    the held-out chunks is returned. Each query head gets a map of its own; keys still have one per kv head."""
-    if steps == 0 or maps.rank == maps.key.shape[1]:
+    the held-out chunks is returned. Projected, each query head gets a map of its own; keys still have one per kv head."""
+    if steps == 0 or maps.whole:
         return maps
     generator = torch.Generator().manual_seed(seed + text.layer)
     training = [i for i in range(len(text.q)) if not held_out(i, len(text.q))]
-    query, key = (x.clone().requires_grad_() for x in (maps.query, maps.key))
-    sizes = [float(x.detach().abs().mean()) for x in (query, key)]
-    optimizer = torch.optim.Adam([{"params": [x], "lr": RATE * size} for x, size in zip((query, key), sizes, strict=True)], betas=(0.9, 0.95))
+    parts = [x.clone().requires_grad_() for x in maps.parts()]
+    sizes = [float(x.detach().abs().mean()) for x in parts]
+    optimizer = torch.optim.Adam([{"params": [x], "lr": RATE * size} for x, size in zip(parts, sizes, strict=True)], betas=(0.9, 0.95))
     length = text.q.shape[2]
     for step in range(steps):
         decay = 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -102,11 +102,11 @@ def refine(text: LayerText, maps: KeyMaps, steps: int, seed: int = 0) -> KeyMaps
             group["lr"] = RATE * size * decay
         chunk = training[step % len(training)]
         rows = torch.randperm(length, generator=generator)[:ROWS]
-        loss = _divergence(text, chunk, KeyMaps(query, key), rows)
+        loss = _divergence(text, chunk, maps.with_parts(parts), rows)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-    better = KeyMaps(query.detach(), key.detach())
+    better = maps.with_parts([x.detach() for x in parts])
     return better if measure(text, better).attention_kl < measure(text, maps).attention_kl else maps
 
 
@@ -117,7 +117,7 @@ def held_out(chunk: int, chunks: int) -> bool:
     return chunk % HELD_OUT == HELD_OUT - 1
 
 
-def _divergence(text: LayerText, chunk: int, maps: KeyMaps, rows: torch.Tensor) -> torch.Tensor:
+def _divergence(text: LayerText, chunk: int, maps: Maps, rows: torch.Tensor) -> torch.Tensor:
     """Mean over heads and rows of KL(full attention || thin attention), nats."""
     q, k = text.q[chunk][:, rows], text.k[chunk]
     with torch.no_grad():
@@ -127,7 +127,7 @@ def _divergence(text: LayerText, chunk: int, maps: KeyMaps, rows: torch.Tensor) 
 
 
 @torch.no_grad()
-def measure(text: LayerText, maps: KeyMaps) -> LayerError:
+def measure(text: LayerText, maps: Maps) -> LayerError:
     """On the held-out chunks, every eighth query."""
     square = divergence = count = 0.0
     rows = torch.arange(text.q.shape[2] // 8, text.q.shape[2], 8)
@@ -149,7 +149,7 @@ def measure(text: LayerText, maps: KeyMaps) -> LayerError:
 class Calibrated:
     """Maps of every layer, and what they cost on held-out text."""
 
-    maps: list[KeyMaps]
+    maps: list[Maps]
     errors: list[LayerError]
 
 
@@ -169,13 +169,12 @@ def closed_form(texts: Iterable[LayerText], note: Callable[[int], None] = lambda
 
 
 def fit(
-    texts: Iterable[LayerText], maps: Sequence[KeyMaps] | None, ranks: Sequence[int], steps: int, note: Callable[[int], None] = lambda layer: None
+    texts: Iterable[LayerText], start: Callable[[LayerText], Maps], steps: int, note: Callable[[int], None] = lambda layer: None
 ) -> Calibrated:
-    """Maps of full rank (None: of the closed form, made on the way) cut to the ranks, refined and measured, layer by layer."""
+    """Every layer's maps to start from refined and measured, layer by layer."""
     made, errors = [], []
     for text in texts:
-        full = closed_form_of(text)[1] if maps is None else maps[text.layer]
-        best = refine(text, cut(full, ranks[text.layer]), steps)
+        best = refine(text, start(text), steps)
         made.append(best)
         errors.append(measure(text, best))
         note(text.layer)

@@ -12,7 +12,7 @@ from edgekv.export.load import Source
 from edgekv.export.passes import match, thin_keys
 from edgekv.export.thin import make, maps
 from edgekv.export.thin.calibrate import Calibrated
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
 
 
@@ -21,10 +21,14 @@ class Thin:
     """What the cache stores now, the maps that do it, and what the manifest says of it under `keys` (without bytes, see `record`)."""
 
     geometry: list[LayerGeometry]
-    maps: list[KeyMaps]
+    maps: list[Maps]
     form: str
     origin: dict[str, Any]
     errors: Calibrated | None
+
+    def in_cache(self, boundary: int) -> list[Maps]:
+        """The maps as a cache with this boundary interval has them at work: its tail holds whole keys beside what is latent."""
+        return [dataclasses.replace(layer, interval=boundary) for layer in self.maps] if self.form == "latent" else self.maps
 
 
 def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry: Sequence[LayerGeometry], context: int, report: make.Report) -> Thin | None:
@@ -39,15 +43,21 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
     form = (options.form if options else None) or ("projected" if bent else "absorbed")
     if form == "absorbed" and bent:
         raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
+    if form == "latent":
+        _check_rotations(nodes, bent, geometry, saved)
     if saved is not None:
         maps.check(saved, geometry, str(source.folder / maps.FILE))
         made, origin, errors = saved, {"rank": "of the model", "text": None, "tokens": 0}, None
     else:
-        found = errors = make.from_text(source, options, geometry, context, report)
+        found = errors = make.from_text(source, options, form, geometry, context, report)
         made, text = found.maps, options.text
         origin = {"rank": str(options.rank), "text": text.name if text else "the text that comes with edgekv", "tokens": options.tokens}
     thinner = []
     for node, g, layer in zip(nodes, geometry, made, strict=True):
+        if form == "latent":
+            thin_keys.make_latent(traced, node, *layer.arrays())
+            thinner.append(dataclasses.replace(g, latent=layer.rank))
+            continue
         query, key = layer.query.numpy(), layer.key.numpy()
         if form == "absorbed":
             thin_keys.absorb(traced, node, query, key, g.value_dim)
@@ -58,15 +68,27 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
     return Thin(thinner, list(made), form, origin, errors)
 
 
+def _check_rotations(nodes: Sequence[Any], bent: Sequence[int], geometry: Sequence[LayerGeometry], saved: Any) -> None:
+    """UserError when keys cannot be had before their rotation, or have been trained for another form."""
+    if saved is not None:
+        raise UserError("The thin keys that this model brings were trained as projected ones; leave out --key-form latent.")
+    for layer in bent:
+        turns = len(nodes[layer].inputs) > 6 and nodes[layer].inputs[5] is not None
+        if not turns or not geometry[layer].inv_freq:
+            raise UserError(
+                f"Latent keys are made before the rotation, and that of layer {layer} was not recognised in the graph; use --key-form projected."
+            )
+
+
 def record(thin: Thin, params: Sequence[dict], whole: Sequence[LayerGeometry]) -> dict[str, Any]:
     """Section `keys` of the manifest: form, ranks, bytes of one token's keys over all layers now and before, errors per layer."""
     size = [layout.element_bytes(p) for p in params]
     section = {
         "form": thin.form,
         **thin.origin,
-        "ranks": [g.key_dim for g in thin.geometry],
-        "token_bytes": sum(e * g.kv_heads * g.key_dim for e, g in zip(size, thin.geometry, strict=True)),
-        "token_bytes_whole": sum(e * g.kv_heads * g.key_dim for e, g in zip(size, whole, strict=True)),
+        "ranks": [g.latent or g.key_dim for g in thin.geometry],
+        "token_bytes": sum(e * g.key_numbers for e, g in zip(size, thin.geometry, strict=True)),
+        "token_bytes_whole": sum(e * g.key_numbers for e, g in zip(size, whole, strict=True)),
         "score_error": None,
         "attention_kl": None,
     }

@@ -16,7 +16,7 @@ from edgekv.errors import UserError
 from edgekv.export import rope
 from edgekv.export.load import Source
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import attention, calibrate, ranks, stream
+from edgekv.export.thin import attention, calibrate, latent, ranks, stream
 from edgekv.geometry import LayerGeometry
 from edgekv.quality.text import shipped
 
@@ -30,8 +30,8 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """What was asked for: the ranks (None: the model brings its maps), how they are applied (None: absorbed into the weights of a model
-    without rotary positions, else projected), the UTF-8 text to calibrate on (None: the one that comes with edgekv), how many
+    """What was asked for: the ranks (None: the model brings its maps), the form (projected, absorbed or latent; None: absorbed into the
+    weights of a model without rotary positions, else projected), the UTF-8 text to calibrate on (None: the one that comes with edgekv), how many
     of its tokens, and steps of the refinement per layer (0: closed form only)."""
 
     rank: ranks.KeyRank | None
@@ -85,16 +85,42 @@ def calibrated(
 
     if wanted.spread:
         spectra, full = calibrate.closed_form(texts(), note("looking at the keys"))
-        return calibrate.fit(texts(), full, ranks.choose(wanted, heads, spectra), steps, note("fitting thin keys"))
-    return calibrate.fit(texts(), None, ranks.choose(wanted, heads), steps, note("fitting thin keys"))
+        chosen = ranks.choose(wanted, heads, spectra)
+        return calibrate.fit(texts(), lambda text: calibrate.cut(full[text.layer], chosen[text.layer]), steps, note("fitting thin keys"))
+    chosen = ranks.choose(wanted, heads)
+    return calibrate.fit(texts(), lambda text: calibrate.cut(calibrate.closed_form_of(text)[1], chosen[text.layer]), steps, note("fitting thin keys"))
 
 
-def from_text(source: Source, options: KeyOptions, geometry: Sequence[LayerGeometry], context: int, report: Report) -> calibrate.Calibrated:
-    """Calibrated maps of a model that was found."""
+def latent_from_chunks(
+    model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, steps: int, report: Report
+) -> calibrate.Calibrated:
+    """Latent maps of every layer. Where the text lies in the context does not matter to them: they are made before the rotation."""
+    latent.check(geometry, any(getattr(module, "attention_scaling", 1.0) != 1.0 for module in model.modules()))
+    heads = [(1, g.kv_heads * g.key_dim) for g in geometry]
+
+    def note(stage: str) -> Callable[[int], None]:
+        return lambda layer: report(stage, layer + 1, len(geometry))
+
+    if wanted.spread:
+        curves = latent.curves(stream.layers(model, chunks), geometry, note("looking at the keys"))
+        chosen = ranks.by_curves(wanted.share, heads, curves)
+    else:
+        chosen = ranks.choose(wanted, heads)
+    return calibrate.fit(
+        stream.layers(model, chunks), lambda text: latent.cut(latent.closed_form(text, geometry[text.layer]), chosen[text.layer]), steps, note("fitting thin keys")
+    )
+
+
+def from_text(
+    source: Source, options: KeyOptions, form: str, geometry: Sequence[LayerGeometry], context: int, report: Report
+) -> calibrate.Calibrated:
+    """Calibrated maps of a form for a model that was found."""
     text = read_text(options.text)
     report("loading the model to calibrate its keys", None, None)
     model = load_model(source, context)
     chunks = chunks_of(source, text, int(model.get_output_embeddings().weight.shape[0]), context, options.tokens)
+    if form == "latent":
+        return latent_from_chunks(model, chunks, geometry, options.rank, options.steps, report)
     return calibrated(model, chunks, geometry, options.rank, options.steps, context, report)
 
 

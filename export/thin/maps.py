@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -13,6 +14,29 @@ from safetensors.torch import save_file
 from edgekv.errors import UserError
 
 FILE = "key_maps.safetensors"  # beside the weights of a model that `edgekv finetune` made
+
+
+class Maps(Protocol):
+    """What thin keys of one layer are made with, whatever their form."""
+
+    interval: int  # a query's own boundary interval of so many tokens keeps whole keys; 0: all keys are mapped
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out."""
+        ...
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """What a refinement changes."""
+        ...
+
+    def with_parts(self, parts: Sequence[torch.Tensor]) -> Self: ...
+
+    def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is scored in place of rotated q [..., q_heads, T, head_dim] and k [..., kv_heads, T, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,9 +50,21 @@ class KeyMaps:
     query: torch.Tensor
     key: torch.Tensor
 
+    interval = 0  # every key is mapped, those of a cache's tail too
+
     @property
     def rank(self) -> int:
         return int(self.key.shape[2])
+
+    @property
+    def whole(self) -> bool:
+        return self.rank == self.key.shape[1]
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.key
+
+    def with_parts(self, parts: Sequence[torch.Tensor]) -> KeyMaps:
+        return KeyMaps(*parts)
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [..., q_heads, T, head_dim] and k [..., kv_heads, T, head_dim] with the last axis replaced by `rank` numbers."""

@@ -56,6 +56,38 @@ def choose(wanted: KeyRank, heads: Sequence[tuple[int, int]], spectra: Sequence[
     return _spread(wanted.share, heads, spectra)
 
 
+def by_curves(share: float, heads: Sequence[tuple[int, int]], curves: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
+    """Ranks under one budget from measured costs: for each layer pairs (rank, cost), ascending in rank, of which the last is of full rank.
+
+    What lies between two measured ranks is taken to cost what lies between; of a curve that does not bend one way its lower hull counts.
+    """
+    budget = share * sum(kv * dim for kv, dim in heads)
+    hulls = [_hull(curve) for curve in curves]
+    chosen = [hull[0][0] for hull in hulls]
+    pieces = sorted(
+        ((a[1] - b[1]) / (heads[layer][0] * (b[0] - a[0])), -layer, a[0], b[0])
+        for layer, hull in enumerate(hulls) for a, b in zip(hull, hull[1:], strict=False)
+    )[::-1]  # fmt: skip
+    left = budget - sum(kv * rank for (kv, _), rank in zip(heads, chosen, strict=True))
+    for _, layer, first, last in pieces:
+        kv = heads[-layer][0]
+        taken = min(last - first, int(left / kv + 1e-9) // STEP * STEP)
+        if chosen[-layer] == first and taken > 0:
+            chosen[-layer] += taken
+            left -= kv * taken
+    return chosen
+
+
+def _hull(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The corners of the largest convex curve below the points."""
+    corners: list[tuple[int, float]] = []
+    for rank, cost in curve:
+        while len(corners) > 1 and (corners[-1][1] - corners[-2][1]) * (rank - corners[-1][0]) >= (cost - corners[-1][1]) * (corners[-1][0] - corners[-2][0]):
+            corners.pop()
+        corners.append((rank, cost))
+    return corners
+
+
 def _spread(share: float, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray]) -> list[int]:
     """STEP by STEP to the layer where it takes most error away per number stored (errors fall ever slower, so that is the best choice)."""
     ranks = [min(STEP, dim) for _, dim in heads]

@@ -110,10 +110,13 @@ void attend_slots(const Step& s, int head, int first, int count, Part part, int 
 }
 
 void attend_packed(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_packed.h
+void attend_latent(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_latent.h
 
 inline void attend(const Step& s, int head, int first, int count, Part part, int begin, int end, float* partial, float* work) {
   if (part == edgekv::kBody && s.params.format == edgekv::kFormatSelfIndex)
     attend_packed(s, head, first, count, begin, end, partial, work);
+  else if (part == edgekv::kBody && s.params.latent > 0)
+    attend_latent(s, head, first, count, begin, end, partial, work);
   else if (s.params.element == edgekv::kFloat16)
     attend_slots<uint16_t>(s, head, first, count, part, begin, end, partial);
   else

@@ -85,7 +85,7 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadBodyIndex] += loaded.body_index;
   traffic[kReadBodyMeta] += loaded.body_meta;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
-  const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) +
+  const uint64_t numbers = uint64_t(s.rows) * (p.kv_heads * (p.key_dim + p.value_dim) + p.latent) +
                            (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
   traffic[kWriteTail] += numbers * element_bytes(p);
   traffic[kTrafficSteps] += 1;
@@ -98,6 +98,9 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   const StateView view = view_state(params, state);
   if (check_rows(params, in, *view.header)) return 1;
   if (params.head_dim > 0 && in.key_map == nullptr) return fail("head_dim needs the inputs query_map and key_map");
+  if (params.latent > 0 && (in.key_encode == nullptr || in.key_decode == nullptr))
+    return fail("latent needs the inputs key_encode and key_decode");
+  if (params.latent > 0 && params.rotary_dim > 0 && in.inv_freq == nullptr) return fail("latent needs the attribute inv_freq");
 
   if (in.slots != nullptr && check_slots(params, in, *view.header)) return 1;
   const Kernels& kernel = kernels();
@@ -119,6 +122,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.table_stride = int(in.table_columns);
   s.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   s.key_map = params.head_dim > 0 ? in.key_map : nullptr;
+  if (params.latent > 0) s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2)};
   s.y = y;
   s.loaded = &loaded;
 
@@ -151,22 +155,25 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
 
   Inline alone;
   const int64_t slots = s.sink_count + (s.slots != nullptr ? s.chosen : s.body_count) + s.first_tail + s.rows;
-  const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) >= kWorthThreads;
+  const int64_t rebuilt = heads * s.body_count * int64_t(params.latent) * params.key_dim;  // multiply-adds, beside those of the attention
+  const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) + rebuilt >= kWorthThreads;
   Parallel& all = threads ? parallel : alone;
 
-  // A compressed body is unpacked tile by tile into memory of the item's own.
+  // A compressed or latent body is unpacked tile by tile into memory of the item's own.
+  const int64_t own_floats = packed ? unpacked_floats(params) : params.latent > 0 ? rebuilt_floats(params) : 0;
   std::atomic<bool> exhausted{false};
   auto attend = [&](const Split& split, int64_t head, int first, int count, float* partial) {
-    if (!packed || split.part != kBody)
+    if (own_floats == 0 || split.part != kBody)
       return kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, nullptr);
     Scratch own;
-    float* work = static_cast<float*>(own.reserve(size_t(unpacked_floats(params)) * sizeof(float)));
+    float* work = static_cast<float*>(own.reserve(size_t(own_floats) * sizeof(float)));
     if (work == nullptr)
       exhausted = true;
     else
       kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
   };
   (in.rows >= 8 ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
+  if (params.latent > 0) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
 
   if (in_turn) {
     all.each(size_t(heads * groups), [&](size_t item) {
@@ -192,7 +199,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       kernel.finish(s, int(head), int(group * group_rows), rows_of(group), result(0, head, group));
     });
   }
-  if (exhausted) return fail("out of memory: there is none left to unpack a compressed body");
+  if (exhausted) return fail("out of memory: there is none left to unpack the body");
   count_traffic(s, loaded);
   return 0;
 }

@@ -17,6 +17,9 @@ struct StepInputs {
   // What params.head_dim numbers of a rotated query or key become key_dim numbers with, [q_heads] and [kv_heads][head_dim][key_dim];
   // null without head_dim. retrieve_step needs the first only.
   const float *query_map, *key_map;
+  // With params.latent: what latent keys are made and rebuilt with (kernels.h), and the rotation of the positions they lie at,
+  // inv_freq [rotary_dim / 2].
+  const float *key_encode, *key_decode, *inv_freq;
 };
 
 // Refuses (1 and a sentence) rows that do not fit the tail of a state that has passed check_state, and tables that do not fit the rows.

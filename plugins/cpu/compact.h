@@ -206,7 +206,7 @@ void move_block(const Compaction& c, const Lanes<E>& lanes, bool turned, E* to) 
 }
 
 template <class E>
-void move_keys(const Compaction& c, int head, const int32_t* kept) {
+void move_key_blocks(const Compaction& c, int head, const int32_t* kept) {
   const auto& p = c.params;
   E* body = reinterpret_cast<E*>(c.state.body_k) + int64_t(head) * p.body_slots * p.key_dim;
   const E* tail = reinterpret_cast<const E*>(c.state.tail_k) + int64_t(head) * p.tail_slots * p.key_dim;
@@ -261,12 +261,11 @@ inline void move_values(const Compaction& c, int head, const int32_t* kept) {
   __atomic_fetch_add(c.written, moved, __ATOMIC_RELAXED);
 }
 
-inline void move(const Compaction& c, int head, const int32_t* kept) {
+inline void move_keys(const Compaction& c, int head, const int32_t* kept) {
   if (c.params.element == edgekv::kFloat16)
-    move_keys<uint16_t>(c, head, kept);
+    move_key_blocks<uint16_t>(c, head, kept);
   else
-    move_keys<float>(c, head, kept);
-  move_values(c, head, kept);
+    move_key_blocks<float>(c, head, kept);
 }
 
 }  // namespace

@@ -80,10 +80,13 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   const bool scored = keeps_scores(params), by_keys = ranks_by_keys(params) && candidates > params.body_slots;
   const bool rotates = params.positions == kPositionsCache && params.rotary_dim > 0;
 
-  const int64_t heads = params.kv_heads, per_head = rounded(candidates);
+  // Latent keys stand for those of all kv heads: one choice holds for all, and what moves are the keys of one head with `latent` numbers.
+  const bool joint = params.latent > 0;
+  const int64_t heads = params.kv_heads, choices = joint ? 1 : heads, per_head = rounded(candidates);
+  const int key_dim = joint ? params.latent : params.key_dim;
   int64_t work = 0;
   if (scored) work = rounded(kernel.row_block * (padded_candidates(c) + params.key_dim));
-  if (by_keys) work = rounded(padded_candidates(c) + int64_t(EDGEKV_LANES) * params.key_dim);
+  if (by_keys) work = rounded(padded_candidates(c) + int64_t(EDGEKV_LANES) * key_dim);
   const int64_t table = rotates ? rounded(int64_t(params.rotary_dim / 2) * c.turns) : 0;
   Scratch scratch;
   float* memory = static_cast<float*>(scratch.reserve(size_t(2 * table + heads * (5 * per_head + work)) * sizeof(float)));
@@ -105,11 +108,18 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   uint64_t read = 0, written = 0;
   c.read = &read;
   c.written = &written;
+  Compaction keys = c;
+  if (joint) {
+    keys.params.kv_heads = 1;
+    keys.params.key_dim = params.latent;
+    keys.state.body_k = c.state.body_z;
+    keys.state.tail_k = c.state.tail_z;
+  }
 
   // First choose for every head, then move, so that a rule that refuses leaves the state alone.
   std::atomic<bool> refused{false};
   char sentence[512] = "";
-  parallel.each(size_t(heads), [&](size_t index) {
+  parallel.each(size_t(choices), [&](size_t index) {
     const Head h = head_memory(index);
     if (scored) {
       const int64_t at = int64_t(index) * params.body_slots;
@@ -121,7 +131,7 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
       for (int i = 0; i < candidates; ++i)
         h.ranking[i] = params.score_normalise ? h.score[i] / std::max(h.seen[i], FLT_MIN) : h.score[i];
     }
-    if (by_keys) kernel.rank_keys(c, int(index), h.ranking, h.work);
+    if (by_keys) kernel.rank_keys(keys, int(index), h.ranking, h.work);
     if (candidates <= params.body_slots)
       std::iota(h.kept, h.kept + candidates, 0);
     else if (keep_rule(params.keep)(params, candidates, h.ranking, h.kept, h.rule_work) && !refused.exchange(true))
@@ -133,8 +143,9 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
   }
 
   parallel.each(size_t(heads), [&](size_t index) {
-    const Head h = head_memory(index);
-    kernel.move(c, int(index), h.kept);
+    const Head h = head_memory(joint ? 0 : index);
+    if (int64_t(index) < choices) kernel.move_keys(keys, int(index), h.kept);
+    kernel.move_values(c, int(index), h.kept);
     if (!scored) return;
     const int64_t at = int64_t(index) * params.body_slots;
     for (int i = 0; i < c.new_count; ++i) {
@@ -147,7 +158,7 @@ int compact_state(const LayerParams& params, const float* inv_freq, void* state,
     read += blocks * heads * padded_candidates(c) * params.key_dim * element_bytes(params) + uint64_t(heads) * c.body_count * 8;
     written += uint64_t(heads) * c.new_count * 8;
   }
-  if (by_keys) read += 2 * heads * padded_candidates(c) * params.key_dim * element_bytes(params);
+  if (by_keys) read += 2 * choices * padded_candidates(c) * key_dim * element_bytes(params);
   header.traffic[kCompactRead] += read;
   header.traffic[kCompactWrite] += written;
   header.evicted += candidates - c.new_count;

@@ -8,13 +8,14 @@
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"
 #include "cpu/attend_packed.h"
+#include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
 
 namespace edgekv {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = {"neon", kRowBlock, prepare, attend, retrieve, merge, finish, observe, rank_keys, move};
+  static const Kernels table = {"neon", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values};
   return table;
 }
 

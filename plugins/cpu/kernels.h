@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/rotations.h"
 #include "cpu/state.h"
 
 namespace edgekv {
@@ -28,6 +29,13 @@ struct Loaded {
 // What a row attends to, in order of position: the sinks of a compressed body, the body, the tail.
 enum Part : int { kSinks, kBody, kTail };
 
+// What latent keys are made and rebuilt with.
+struct Latent {
+  const float* encode;  // [kv_heads * key_dim][latent]
+  const float* decode;  // [kv_heads][latent + 1][key_dim], the last row of a head is its mean key
+  const RotationTables* rotations;
+};
+
 // One call of the attention op on one layer. `rows` tokens times `group` query heads share a kv head; query row r of a kv head
 // is token r / group, head r % group of the group.
 struct Step {
@@ -41,6 +49,7 @@ struct Step {
   const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated
   int table_stride;
   const float *query_map, *key_map;  // [q_heads] and [kv_heads][head_dim][key_dim], applied after the rotation; null: none
+  Latent latent;        // with params.latent
   float* y;             // [rows][q_heads][value_dim]
   float* queries;       // scratch [kv_heads][group * rows * key_dim], packed by prepare()
   // Of a compressed body only. slots [kv_heads][rows][chosen] names the body slots each row attends to, ascending and -1 behind
@@ -68,6 +77,9 @@ static inline int64_t unpacked_floats(const LayerParams& p) {
   const int64_t key = (p.key_dim + 31) / 32 * 32, value = (p.value_dim + 31) / 32 * 32, rows = kRowBlocks * 12;
   return kTile * (key + value + rows) + 20 * key + picked_floats(p.key_dim, p.value_dim) + rows * (key + value + 32);
 }
+
+// Floats that hold one tile of a latent body: keys of a kv head, and its values when they are stored in half precision.
+static inline int64_t rebuilt_floats(const LayerParams& p) { return kTile * (int64_t(p.key_dim) + partial_width(p.value_dim)); }
 
 // One choice of body slots by their sign codes, for every row and kv head of a step.
 struct Retrieval {
@@ -125,9 +137,11 @@ struct Kernels {
   int row_block;  // query rows per register block
   // Rotates if asked, stores the keys, values and observed queries of one kv head, and packs its scaled queries.
   void (*prepare)(const Step&, int head);
+  // Stores what stands for the keys of token `row` (latent): its given keys of all kv heads, less their means, times `encode`.
+  void (*encode)(const Step&, int row);
   // Attends rows [first, first + count) of a kv head to slots [begin, end) of a part, or to entries [begin, end) of each row's
   // chosen slots; overwrites `partial`, one partial_stride per row. first is a multiple of row_block, count at most
-  // kRowBlocks * row_block, end - begin at most kSplit. work: unpacked_floats() for a compressed body.
+  // kRowBlocks * row_block, end - begin at most kSplit. work: unpacked_floats() for a compressed body, rebuilt_floats() for a latent one.
   void (*attend)(const Step&, int head, int first, int count, Part part, int begin, int end, float* partial, float* work);
   // Chooses the slots of one row of a kv head. work has RetrievalWork::bytes, 64-byte aligned.
   void (*retrieve)(const Retrieval&, int head, int row, void* work);
@@ -140,8 +154,9 @@ struct Kernels {
   void (*observe)(const Compaction&, int head, float* score, float* seen, float* work);
   // Ranks each candidate of a kv head by how little its key is like all of them. work has padded_candidates + 16 key_dim floats.
   void (*rank_keys)(const Compaction&, int head, float* ranking, float* work);
-  // Moves the kept candidates (ascending, new_count of them) to the body slots 0, 1, ...: keys, values and positions.
-  void (*move)(const Compaction&, int head, const int32_t* kept);
+  // Move the kept candidates (ascending, new_count of them) to the body slots 0, 1, ...: keys; values and positions.
+  void (*move_keys)(const Compaction&, int head, const int32_t* kept);
+  void (*move_values)(const Compaction&, int head, const int32_t* kept);
 };
 
 const Kernels& kernels_scalar();

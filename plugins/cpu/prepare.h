@@ -65,8 +65,8 @@ inline const float* rotate_and_project(const edgekv::LayerParams& p, const float
   return projected;
 }
 
-template <class E>
-inline void store_row(E* to, const float* from, int dim) {
+template <class E, class F>
+inline void store_row(E* to, const F* from, int dim) {
   int d = 0;
   for (; d + kLanes <= dim; d += kLanes) store(to + d, load(from + d));
   if (d < dim) store_first(to + d, load_first(from + d, dim - d), dim - d);

@@ -17,6 +17,7 @@ StateView view_state(const LayerParams& params, void* state) {
   s.body_seen = reinterpret_cast<float*>(base + at.body_seen);
   s.body_k = base + at.body_k;
   s.body_v = base + at.body_v;
+  s.body_z = base + at.body_z;
   s.index = base + at.index;
   s.payload = base + at.payload;
   s.mean = reinterpret_cast<uint16_t*>(base + at.mean);
@@ -26,6 +27,7 @@ StateView view_state(const LayerParams& params, void* state) {
   s.sink_v = base + at.sink_v;
   s.tail_k = base + at.tail_k;
   s.tail_v = base + at.tail_v;
+  s.tail_z = base + at.tail_z;
   s.tail_q = base + at.tail_q;
   return s;
 }
@@ -113,13 +115,17 @@ uint64_t hash_state(const LayerParams& params, const void* state, int64_t positi
   hash.word(uint64_t(position));
   hash.bytes(s.header, offsetof(StateHeader, hidden_from));
   hash.bytes(s.body_pos, at.tail_k - at.body_pos);
-  for (int head = 0; head < params.kv_heads; ++head) {
-    const size_t block = size_t(params.key_dim) * EDGEKV_LANES * element;
-    const uint8_t* keys = s.tail_k + size_t(head) * (params.tail_slots / EDGEKV_LANES) * block;
-    for (int64_t slot = 0; slot < tail; slot += EDGEKV_LANES) {
+  // The first `tail` tokens of numbers that lie sixteen tokens side by side, [tail_slots / 16][dim][16].
+  auto interleaved = [&](const uint8_t* plane, int dim) {
+    const size_t block = size_t(dim) * EDGEKV_LANES * element;
+    for (int64_t slot = 0; slot < tail; slot += EDGEKV_LANES, plane += block) {
       const size_t lanes = size_t(tail - slot < EDGEKV_LANES ? tail - slot : EDGEKV_LANES);
-      for (int d = 0; d < params.key_dim; ++d) hash.bytes(keys + (slot / EDGEKV_LANES) * block + d * EDGEKV_LANES * element, lanes * element);
+      for (int d = 0; d < dim; ++d) hash.bytes(plane + d * EDGEKV_LANES * element, lanes * element);
     }
+  };
+  interleaved(s.tail_z, params.latent);
+  for (int head = 0; head < params.kv_heads; ++head) {
+    interleaved(s.tail_k + size_t(head) * params.tail_slots * params.key_dim * element, params.key_dim);
     const size_t row = size_t(params.value_dim) * element;
     hash.bytes(s.tail_v + size_t(head) * params.tail_slots * row, size_t(tail) * row);
   }

@@ -13,11 +13,11 @@ struct StateView {
   int32_t* body_pos;
   float* body_score;
   float* body_seen;
-  uint8_t *body_k, *body_v;
+  uint8_t *body_k, *body_v, *body_z;
   uint8_t *index, *payload;
   uint16_t* mean;
   float *codebook, *code_seen;
-  uint8_t *sink_k, *sink_v, *tail_k, *tail_v, *tail_q;
+  uint8_t *sink_k, *sink_v, *tail_k, *tail_v, *tail_z, *tail_q;
 };
 
 StateView view_state(const LayerParams& params, void* state);

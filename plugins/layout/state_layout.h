@@ -10,6 +10,8 @@
 //   body_k      elem  [kv_heads][body_slots/16][key_dim][16]   keys, 16 tokens interleaved, so that one vector load holds one
 //                                                              dimension of 16 tokens and a dot product needs no reduction (dense)
 //   body_v      elem  [kv_heads][body_slots][value_dim]                          (dense)
+//   body_z      elem  [body_slots/16][latent][16]       what stands for the keys of all kv heads, 16 tokens interleaved; body_k is
+//                                                      empty then (latent)
 //   index       uint8 [kv_heads][body_slots/32][key_dim/4][16]   sign codes, 32 tokens side by side: byte i of a group holds the
 //                                                              code of token i in its low and of token i + 16 in its high half
 //   payload     uint8 [kv_heads][body_slots][record_bytes]       one record per token (selfindex)
@@ -20,6 +22,7 @@
 //   sink_v      elem  [kv_heads][ceil16(sinks)][value_dim]       (selfindex)
 //   tail_k      elem  [kv_heads][tail_slots/16][key_dim][16]
 //   tail_v      elem  [kv_heads][tail_slots][value_dim]
+//   tail_z      elem  [tail_slots/16][latent][16]      what the body will hold of the tail's keys (latent)
 //   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy by attention only)
 //
 // A record of a selfindex body is, back to back: key magnitudes (8 bytes per 32 numbers, 2 bits each), value codes (4 * value_bits
@@ -34,11 +37,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#define EDGEKV_LAYOUT_VERSION 3
+#define EDGEKV_LAYOUT_VERSION 4
 #define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
 #define EDGEKV_LANES 16                 // tokens interleaved in a key block
 #define EDGEKV_INDEX_TOKENS 32          // tokens side by side in the index plane
 #define EDGEKV_GROUP 32                 // numbers that share a zero point and a scale
+#define EDGEKV_MOST_LATENT 4096         // numbers of a token's keys, of all kv heads, that latent keys can stand for
 
 #ifdef __CUDACC__
 #define EDGEKV_BOTH_SIDES __host__ __device__  // called by CUDA kernels too
@@ -90,8 +94,8 @@ static_assert(sizeof(StateHeader) == 256, "the header is one 256-byte block");
 
 // Byte offsets of every plane; a plane that the parameters do not ask for has its offset equal to the next one's.
 struct StateLayout {
-  size_t body_pos, body_score, body_seen, body_k, body_v, index, payload, mean, codebook, code_seen, sink_k, sink_v, tail_k, tail_v,
-      tail_q, bytes;
+  size_t body_pos, body_score, body_seen, body_k, body_v, body_z, index, payload, mean, codebook, code_seen, sink_k, sink_v, tail_k,
+      tail_v, tail_z, tail_q, bytes;
 };
 
 // Numbers per key and query head as a step receives them: key_dim of them are stored, projected or as they come.
@@ -131,8 +135,9 @@ inline StateLayout state_layout(const LayerParams& p) {
   s.body_score = s.body_pos + align(kv * body * 4);
   s.body_seen = s.body_score + align(scored);
   s.body_k = s.body_seen + align(scored);
-  s.body_v = s.body_k + align(dense * kv * body * dim * e);
-  s.index = s.body_v + align(dense * kv * body * p.value_dim * e);
+  s.body_v = s.body_k + align(p.latent > 0 ? 0 : dense * kv * body * dim * e);
+  s.body_z = s.body_v + align(dense * kv * body * p.value_dim * e);
+  s.index = s.body_z + align(body * p.latent * e);
   s.payload = s.index + align(packed * kv * body * (dim / 4) / 2);
   s.mean = s.payload + align(packed * kv * body * record_layout(p).bytes);
   s.codebook = s.mean + align(packed * kv * p.intervals * dim * 2);
@@ -141,7 +146,8 @@ inline StateLayout state_layout(const LayerParams& p) {
   s.sink_v = s.sink_k + align(kv * sinks * dim * e);
   s.tail_k = s.sink_v + align(kv * sinks * p.value_dim * e);
   s.tail_v = s.tail_k + align(kv * tail * dim * e);
-  s.tail_q = s.tail_v + align(kv * tail * p.value_dim * e);
+  s.tail_z = s.tail_v + align(kv * tail * p.value_dim * e);
+  s.tail_q = s.tail_z + align(tail * p.latent * e);
   const size_t queries = keeps_scores(p) ? size_t(p.q_heads) * p.observe * dim * e : 0;
   s.bytes = (s.tail_q + align(queries) + 255) / 256 * 256;
   return s;
@@ -178,6 +184,15 @@ inline const char* check_params(const LayerParams& p) {
   if (p.positions != kPositionsOriginal && p.positions != kPositionsCache) return "positions must be 0 (original) or 1 (cache)";
   if (p.head_dim != 0 && (p.head_dim < p.key_dim || p.head_dim > 1024)) return "head_dim must be 0 or between key_dim and 1024";
   if (p.head_dim != 0 && p.positions != kPositionsOriginal) return "positions must be 0 (original): projected keys cannot be turned";
+  if (p.latent < 0 || p.latent > EDGEKV_MOST_LATENT || p.latent > int64_t(p.kv_heads) * p.key_dim)
+    return "latent must be between 0 and the numbers of all keys of a token, at most 4096";
+  if (p.latent > 0) {
+    if (packed || p.head_dim != 0) return "latent keys need format 0 (dense) and head_dim 0";
+    if (p.positions != kPositionsOriginal) return "positions must be 0 (original): latent keys cannot be turned";
+    if (keeps_scores(p)) return "latent keys cannot be ranked by attention: score must be 1 (keys)";
+    if (p.rotary_dim > 0 && !p.fused_rotary) return "latent keys need fused_rotary: they are made before the rotation";
+    if (int64_t(p.kv_heads) * p.key_dim > EDGEKV_MOST_LATENT) return "latent keys need kv_heads * key_dim of at most 4096";
+  }
   if (p.rotary_dim < 0 || p.rotary_dim > given_dim(p) || p.rotary_dim % 2)
     return "rotary_dim must be even and at most the size of a head";
   if (!(p.score_decay >= 0.0f && p.score_decay <= 1.0f)) return "score_decay must be between 0 and 1";

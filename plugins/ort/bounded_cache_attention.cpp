@@ -6,8 +6,10 @@
 //          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim]
 //          7 slots int32 [kv_heads, T, k], what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or empty: all
 //          8 query_map and 9 key_map float32 [q_heads or kv_heads, head_dim, key_dim] with attribute head_dim, else absent
+//          10 key_encode float32 [kv_heads * key_dim, latent] and 11 key_decode [kv_heads, latent + 1, key_dim], the last row of a head its
+//          mean key, with attribute latent, else absent
 // outputs  0 y float32 [1, T, q_heads * value_dim]; 1 state, which must be the same memory as input 4
-// attributes: the fields of layout/attributes.def, inv_freq (floats), plugin_namespace and plugin_version (for TensorRT, unused here)
+// attributes: the fields of layout/attributes.def, inv_freq (floats; steps need it with latent), plugin_namespace and plugin_version (for TensorRT, unused here)
 #include "ort/bounded_cache_attention.h"
 
 #include <cinttypes>
@@ -40,6 +42,8 @@ int Kernel::compute(KernelContext* context) const {
   in.position = position_of(input);
   if (view_map(p, "query_map", input[kQueryMap], p.q_heads, &in.query_map) || view_map(p, "key_map", input[kKeyMap], p.kv_heads, &in.key_map))
     return 1;
+  if (view_latent(p, input[kKeyEncode], input[kKeyDecode], &in)) return 1;
+  in.inv_freq = inv_freq.empty() ? nullptr : inv_freq.data();
   if (const Tensor& slots = input[kSlots]; slots.data != nullptr) {
     if (slots.rank != 3 || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
       return fail("slots must have the shape [%d, %" PRId64 ", k]", p.kv_heads, in.rows);

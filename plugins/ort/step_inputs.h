@@ -13,6 +13,10 @@ inline Presence step_input_presence(size_t i) { return i == kQ || i == kPosition
 // Checks the map of `heads` heads to thin keys, [heads, head_dim, key_dim], and sets *map; without head_dim there must be none.
 int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const float** map);
 
+// Checks what latent keys are made and rebuilt with, [kv_heads * key_dim, latent] and [kv_heads, latent + 1, key_dim], and sets it in `in`;
+// without latent there must be neither.
+int view_latent(const LayerParams& p, const Tensor& encode, const Tensor& decode, StepInputs* in);
+
 // Both fill `in` from tensors [kStepInputs] and return 0, or 1 with a sentence (cpu/error.h). The second one ignores keys and values.
 // They look at shapes and addresses only, so tensors may lie in device memory; in.position is left alone.
 int view_step(const LayerParams& p, const Tensor* input, StepInputs* in);
@@ -20,8 +24,9 @@ int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in);
 // The position that a viewed step has, read from host memory.
 inline int64_t position_of(const Tensor* input) { return *static_cast<const int64_t*>(input[kPosition].data); }
 
-// The attention op, whatever provider runs it: three more inputs, and the state's output is the memory of its input.
-constexpr size_t kSlots = kStepInputs, kQueryMap = kStepInputs + 1, kKeyMap = kStepInputs + 2, kAttentionInputs = kStepInputs + 3;
+// The attention op, whatever provider runs it: five more inputs, and the state's output is the memory of its input.
+constexpr size_t kSlots = kStepInputs, kQueryMap = kStepInputs + 1, kKeyMap = kStepInputs + 2, kKeyEncode = kStepInputs + 3,
+                 kKeyDecode = kStepInputs + 4, kAttentionInputs = kStepInputs + 5;
 void declare_attention(CustomOp* op);
 // Makes both outputs, y [1, rows, q_heads * value_dim] and the state; 1 with a sentence when the state is not updated in place.
 int make_step_outputs(const Api* api, KernelContext* context, const LayerParams& p, const Tensor& state, int64_t rows, void** y);

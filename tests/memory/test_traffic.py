@@ -44,6 +44,9 @@ class Fed:
         )
         maps = {name: np.ones((heads, p["head_dim"], p["key_dim"]), np.float32) for name, heads in
                 (("query_map", p["q_heads"]), ("key_map", p["kv_heads"])) if p["head_dim"]}  # fmt: skip
+        if p["latent"]:
+            maps = {"key_encode": np.ones((p["kv_heads"] * p["key_dim"], p["latent"]), np.float32),
+                    "key_decode": np.ones((p["kv_heads"], p["latent"] + 1, p["key_dim"]), np.float32)}  # fmt: skip
         before = self.view.header["traffic"].copy()
         native.attend(self.struct, q, k, v, self.position, self.state, **maps)
         counted = dict(zip(layout.TRAFFIC, (self.view.header["traffic"] - before).tolist()[: len(layout.TRAFFIC)], strict=True))
@@ -80,6 +83,9 @@ POLICIES = {
     "full": {"keep": 0, "body_slots": 320},
     "window": {"keep": 1, "sinks": 4},
     "thin-keys": {"keep": 1, "sinks": 4, "key_dim": 4, "head_dim": 8},
+    "latent": {"keep": 1, "sinks": 4, "latent": 5},
+    "latent-full": {"keep": 0, "body_slots": 320, "latent": 16, "sliding_window": 40},
+    "latent-heavy": {"keep": 2, "sinks": 4, "window": 16, "score": 1, "latent": 7},
     "window-without-sinks": {"keep": 1},
     "heavy": {"keep": 2, "sinks": 4, "window": 16, "observe": 16},
     "heavy-unobserved": {"keep": 2, "sinks": 1, "window": 8},
@@ -131,10 +137,11 @@ def test_hidden_slots_are_not_read(hidden, sliding, isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("element", [0, 1])
 @pytest.mark.parametrize("positions", [0, 1])
-@pytest.mark.parametrize("name", ["full", "window", "window-without-sinks", "heavy", "heavy-unobserved", "heavy-by-keys"])
+@pytest.mark.parametrize("name", ["full", "window", "window-without-sinks", "heavy", "heavy-unobserved", "heavy-by-keys", "latent", "latent-heavy"])
 def test_compaction_counts_equal_the_formula(name, positions, element, isa):
     native.set_isa(isa)
-    fed = Fed(params_of(**POLICIES[name], element=element, positions=positions if name != "full" else 0, rotary_dim=4))
+    turned = positions and name != "full" and "latent" not in name
+    fed = Fed(params_of(**POLICIES[name], element=element, positions=int(turned), rotary_dim=0 if "latent" in name else 4))
     for _ in range(9):
         fed.step(32)
         counted, formula = fed.compact()

@@ -9,6 +9,7 @@ import pytest
 from cache_cases import bounded_params, make_params
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from latent_cases import latent_params
 
 from edgekv import layout
 from edgekv.errors import UserError
@@ -25,8 +26,8 @@ int main() {
     edgekv::StateLayout s{};
     if (!sentence) s = edgekv::state_layout(p);
     printf("%llu", (unsigned long long)edgekv::params_hash(p));
-    for (size_t at : {s.body_pos, s.body_score, s.body_seen, s.body_k, s.body_v, s.index, s.payload, s.mean, s.codebook, s.code_seen,
-                      s.sink_k, s.sink_v, s.tail_k, s.tail_v, s.tail_q, s.bytes})
+    for (size_t at : {s.body_pos, s.body_score, s.body_seen, s.body_k, s.body_v, s.body_z, s.index, s.payload, s.mean, s.codebook, s.code_seen,
+                      s.sink_k, s.sink_v, s.tail_k, s.tail_v, s.tail_z, s.tail_q, s.bytes})
       printf(" %zu", at);
     printf("|%s\n", sentence ? sentence : "");
   }
@@ -52,7 +53,7 @@ def test_fields_are_those_of_the_table():
 @st.composite
 def any_params(draw):
     """Sensible parameters with one or two fields set to anything, sensible or not."""
-    params = draw(bounded_params() | st.just(make_params()))
+    params = draw(bounded_params() | latent_params() | st.just(make_params()))
     for name, code, _ in draw(st.lists(st.sampled_from(layout.FIELDS), max_size=2)):
         params[name] = draw(st.integers(-3, 1100)) if code == "i" else draw(st.floats(-2, 3, width=32))
     return params

@@ -1,5 +1,5 @@
 // edgekv::BoundedCacheAttention for ONNX Runtime's CUDA provider: inputs, outputs and attributes as plugins/ort/bounded_cache_attention.cpp has
-// them, everything in device memory. Without compressed bodies and thin keys, so without inputs 7 to 9.
+// them, everything in device memory. Without compressed bodies and thin keys, so without inputs 7 to 11.
 //
 // What only the device can see (a damaged state, rows beyond the boundary) leaves the state alone and makes y NaN, see cuda/api.h.
 #include <vector>
@@ -22,7 +22,7 @@ struct Kernel {
 int Kernel::create(const KernelInfo* info) {
   std::vector<float> unused;
   if (read_params(api, info, &p, &unused)) return 1;
-  if (p.format != kFormatDense || p.head_dim) return fail("compressed caches and thin keys run on the CPU provider");
+  if (p.format != kFormatDense || p.head_dim || p.latent) return fail("compressed caches and thin keys run on the CPU provider");
   return 0;
 }
 
