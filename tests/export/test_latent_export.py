@@ -75,7 +75,7 @@ def test_curves_decide_who_gets_how_much():
     assert ranks.by_curves(0.625, [(1, 16), (1, 16)], [steep, flat]) == [8, 12]
     assert ranks.by_curves(1.0, [(1, 16), (1, 16)], [steep, flat]) == [16, 16]
     bent = [(4, 1.0), (8, 5.0), (16, 0.0)]  # what lies above the line between its neighbours is no reason to stop there
-    assert ranks.by_curves(0.5, [(1, 16), (1, 16)], [steep, bent]) == [8, 8]
+    assert ranks.by_curves(0.5, [(1, 16), (1, 16)], [steep, bent]) == [12, 4]
 
 
 def text_of(g: LayerGeometry, count=40, chunks=9):
