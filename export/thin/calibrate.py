@@ -87,27 +87,35 @@ def cut(maps: KeyMaps, rank: int) -> KeyMaps:
 
 def refine(text: LayerText, maps: Maps, steps: int, seed: int = 0) -> Maps:
     """The maps after `steps` of Adam on the mean KL of the attention, each on ROWS queries of one chunk; the best of start and end on
-    the held-out chunks is returned. Projected, each query head gets a map of its own; keys still have one per kv head."""
+    the held-out chunks is returned. When the end is no better, shorter steps are tried. Projected, each query head gets a map of its own;
+    keys still have one per kv head."""
     if steps == 0 or maps.whole:
         return maps
-    generator = torch.Generator().manual_seed(seed + text.layer)
+    start = measure(text, maps).attention_kl
+    for rate in (RATE, RATE / 6):
+        better = _descend(text, maps, steps, rate, torch.Generator().manual_seed(seed + text.layer))
+        if measure(text, better).attention_kl < start:
+            return better
+    return maps
+
+
+def _descend(text: LayerText, maps: Maps, steps: int, rate: float, generator: torch.Generator) -> Maps:
     training = [i for i in range(len(text.q)) if not held_out(i, len(text.q))]
     parts = [x.clone().requires_grad_() for x in maps.parts()]
     sizes = [float(x.detach().abs().mean()) for x in parts]
-    optimizer = torch.optim.Adam([{"params": [x], "lr": RATE * size} for x, size in zip(parts, sizes, strict=True)], betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam([{"params": [x], "lr": rate * size} for x, size in zip(parts, sizes, strict=True)], betas=(0.9, 0.95))
     length = text.q.shape[2]
     for step in range(steps):
         decay = 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, size in zip(optimizer.param_groups, sizes, strict=True):
-            group["lr"] = RATE * size * decay
+            group["lr"] = rate * size * decay
         chunk = training[step % len(training)]
         rows = torch.randperm(length, generator=generator)[:ROWS]
         loss = _divergence(text, chunk, maps.with_parts(parts), rows)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-    better = maps.with_parts([x.detach() for x in parts])
-    return better if measure(text, better).attention_kl < measure(text, maps).attention_kl else maps
+    return maps.with_parts([x.detach() for x in parts])
 
 
 def held_out(chunk: int, chunks: int) -> bool:

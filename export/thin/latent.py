@@ -7,6 +7,7 @@ frequency pair, which is what an error there does to scores. The refinement (cal
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,10 +48,11 @@ class LatentMaps:
         return self.rank == self.encoder.shape[0]
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        return self.encoder, self.decoder, self.mean
+        return self.encoder, self.decoder  # the mean stays: steps relative to its size would be far too long for what it can gain
 
     def with_parts(self, parts: Sequence[torch.Tensor]) -> LatentMaps:
-        return LatentMaps(*parts, self.geometry, self.start, self.interval)
+        encoder, decoder = parts
+        return dataclasses.replace(self, encoder=encoder, decoder=decoder)
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q as it is, and what is read in place of k [..., kv_heads, T, head_dim], which is rotated."""
@@ -102,8 +104,8 @@ def cut(maps: LatentMaps, rank: int) -> LatentMaps:
     """The first `rank` numbers. At full rank the keys themselves, so that a cache of whole keys stays exact."""
     if rank == maps.encoder.shape[0]:
         unit = torch.eye(rank)
-        return maps.with_parts((unit, unit, torch.zeros(rank)))
-    return maps.with_parts((maps.encoder[:, :rank].contiguous(), maps.decoder[:rank].contiguous(), maps.mean))
+        return dataclasses.replace(maps, encoder=unit, decoder=unit, mean=torch.zeros(rank))
+    return maps.with_parts((maps.encoder[:, :rank].contiguous(), maps.decoder[:rank].contiguous()))
 
 
 def curves(texts: Iterable[LayerText], geometry: Sequence[LayerGeometry], note: Callable[[int], None]) -> list[list[tuple[int, float]]]:

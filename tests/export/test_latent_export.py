@@ -78,11 +78,11 @@ def test_curves_decide_who_gets_how_much():
     assert ranks.by_curves(0.5, [(1, 16), (1, 16)], [steep, bent]) == [12, 4]
 
 
-def text_of(g: LayerGeometry, count=40, chunks=9):
+def text_of(g: LayerGeometry, count=160, chunks=17):
     generator = torch.Generator().manual_seed(2)
     mix = torch.randn(g.kv_heads * g.key_dim, g.kv_heads * g.key_dim, generator=generator) * 0.8 ** torch.arange(g.kv_heads * g.key_dim)[:, None]
     plain = (torch.randn(chunks, count, g.kv_heads * g.key_dim, generator=generator) @ mix + 2).unflatten(-1, (g.kv_heads, g.key_dim)).transpose(1, 2)
-    q = torch.randn(chunks, g.q_heads, count, g.key_dim, generator=generator)
+    q = torch.randn(chunks, g.q_heads, count, g.key_dim, generator=generator) @ torch.randn(g.key_dim, g.key_dim, generator=generator) * 0.3 + 0.5
     return LayerText(0, latent.rotated(q, g), latent.rotated(plain, g), Scores(g.scale))
 
 
