@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from edgekv import __version__, layout, protobuf
+from edgekv import __version__, layout, protobuf, thin_keys
 from edgekv.errors import BundleError, UserError
 from edgekv.retrieval import MOST_RERANK, parse_retrieval
 
@@ -231,6 +231,8 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
     demand(_is_int(graph.get("chunk"), 1, 1 << 20), "graph.chunk is not a sensible number")
     demand(isinstance(layers, list) and len(layers) == model["layers"], "the layers do not match model.layers")
 
+    if "keys" in manifest:
+        demand(thin_keys.sensible(manifest["keys"], len(layers)), "'keys' does not say how keys are stored")
     tables = manifest.get("inv_freq")
     demand(isinstance(tables, list), "'inv_freq' is missing")
     for table in tables:

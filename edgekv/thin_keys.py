@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+FORMS = ("projected", "absorbed", "latent")
+
+
+def sensible(keys: Any, layers: int) -> bool:
+    """Whether an untrusted section `keys` has what words() reads, for so many layers."""
+
+    def numbers(value: Any, kinds: type | tuple) -> bool:
+        return isinstance(value, list) and len(value) == layers and all(isinstance(x, kinds) and not isinstance(x, bool) and abs(x) < 1e30 for x in value)
+
+    return (
+        isinstance(keys, dict) and keys.get("form") in FORMS and numbers(keys.get("ranks"), int)
+        and all(isinstance(keys.get(name), int) and 0 < keys[name] < 1 << 40 for name in ("token_bytes", "token_bytes_whole"))
+        and all(keys.get(name) is None or numbers(keys[name], int | float) for name in ("attention_kl", "score_error"))
+        and (keys.get("attention_kl") is None) == (keys.get("score_error") is None)
+    )  # fmt: skip
+
 
 def words(keys: dict[str, Any]) -> str:
     """One or two sentences for people."""

@@ -1,6 +1,7 @@
 """Bundles with latent keys: what they compute, the bytes they take, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -141,12 +142,21 @@ def test_export_inspect_run_and_profile_say_what_was_done(tmp_path):
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize("damage", [{"latent": 0}, {"latent": 33}, {"latent": -4}, {"latent": 7}, {"latent": "8"}, {"format": 1}, {"head_dim": 16}, {"fused_rotary": 0}])
-def test_a_damaged_manifest_is_refused(tmp_path, damage):
-    made = export(make(tmp_path / "model", "llama"), tmp_path / "bundle", check_parity=False)
-    path = made.folder / MANIFEST
+@pytest.fixture(scope="module")
+def latent_bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("latent")
+    return export(make(folder / "model", "llama"), folder / "bundle", check_parity=False).folder
+
+
+@pytest.mark.parametrize("section, damage", [
+    *(("layers", damage) for damage in ({"latent": 0}, {"latent": 33}, {"latent": -4}, {"latent": 7}, {"latent": "8"}, {"format": 1}, {"head_dim": 16}, {"fused_rotary": 0})),
+    *(("keys", damage) for damage in ({"form": 7}, {"ranks": [8]}, {"ranks": None}, {"token_bytes": 0}, {"token_bytes_whole": "x"}, {"attention_kl": [1.0]}, {"score_error": None})),
+])  # fmt: skip
+def test_a_damaged_manifest_is_refused(latent_bundle, tmp_path, section, damage):
+    path = shutil.copytree(latent_bundle, tmp_path / "bundle") / MANIFEST
     manifest = json.loads(path.read_text())
-    manifest["layers"][1]["params"] |= damage
+    part = manifest["keys"] if section == "keys" else manifest["layers"][1]["params"]
+    part |= damage
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError):
-        open_bundle(made.folder)
+        open_bundle(path.parent)
