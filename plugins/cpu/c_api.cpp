@@ -27,12 +27,12 @@ EDGEKV_API int64_t edgekv_state_bytes(const LayerParams* params) {
   return int64_t(state_layout(*params).bytes);
 }
 
-EDGEKV_API int edgekv_layout(const LayerParams* params, int64_t offsets[16]) {
+EDGEKV_API int edgekv_layout(const LayerParams* params, int64_t offsets[18]) {
   if (const char* sentence = check_params(*params)) return fail("%s", sentence);
   const StateLayout at = state_layout(*params);
-  const size_t all[16] = {at.body_pos, at.body_score, at.body_seen, at.body_k, at.body_v, at.index,  at.payload, at.mean,
-                          at.codebook, at.code_seen,  at.sink_k,    at.sink_v, at.tail_k, at.tail_v, at.tail_q,  at.bytes};
-  for (int i = 0; i < 16; ++i) offsets[i] = int64_t(all[i]);
+  const size_t all[18] = {at.body_pos, at.body_score, at.body_seen, at.body_k, at.body_v, at.body_z, at.index,  at.payload, at.mean,
+                          at.codebook, at.code_seen,  at.sink_k,    at.sink_v, at.tail_k, at.tail_v, at.tail_z, at.tail_q, at.bytes};
+  for (int i = 0; i < 18; ++i) offsets[i] = int64_t(all[i]);
   return 0;
 }
 
