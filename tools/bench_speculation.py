@@ -13,7 +13,10 @@ time, which with --threads 1 says what the clock would on a machine that does no
 The pair of which docs/speculation.md tells figures is Qwen2.5-Coder-Instruct, 0.5B for 1.5B, exported from GGUF files:
 
     edgekv export qwen2.5-coder-1.5b-instruct-q4_k_m.gguf -o target --weights int4 --context 4096
-    edgekv export qwen2.5-coder-0.5b-instruct-q4_k_m.gguf -o draft --weights int4 --context 4096
+    edgekv export qwen2.5-coder-0.5b-instruct-q4_k_m.gguf -o draft --weights int4 --context 4096 \\
+        --head-tokens 32768 --head-text python_library.txt --head-text emma.txt
+
+where the first text is the modules of Python's own library behind one another and the second a novel.
 """
 
 from __future__ import annotations
