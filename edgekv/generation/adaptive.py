@@ -32,6 +32,7 @@ _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 4.0  # tokens that they may lose at the start
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
+_LONG = 16  # tokens to read from which on it tells what reading one costs
 _READING = 0.05  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
 
@@ -174,7 +175,7 @@ class AdaptiveLength:
         self._law_seconds += seconds
         if self._behind:  # the pace cannot be told from it: how long reading takes depends on the size of its blocks
             self._law_usual = None
-            if law.samples:
+            if law.samples and self._behind >= _LONG:  # a few tokens more cost a lot each, and many of them little
                 self.reading.record(max(seconds / self.pace.factor - law.seconds, 0.0) / self._behind)
         else:
             self._law_usual = self._law_usual + law.seconds if law.known and self._law_usual is not None else None
