@@ -13,15 +13,9 @@ from edgekv import layout, native
 from edgekv.errors import CacheFullError, NativeError
 from edgekv.layout import StateView
 
-INSTRUCTION_SETS = native.SCHEMA["isa"]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS, scope="module", autouse=True)
-def instruction_set(request):
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def all_params():

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from edgekv import native
 
 
-@pytest.fixture(params=native.SCHEMA["isa"], scope="module", autouse=True)
-def instruction_set(request):
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def shapes():

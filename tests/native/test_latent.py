@@ -16,12 +16,7 @@ from edgekv.layout import StateView
 PLANES = ("tail_k", "tail_v", "tail_z")
 
 
-@pytest.fixture(params=native.SCHEMA["isa"], scope="module", autouse=True)
-def instruction_set(request):
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def attend(fields, maps, text, position, rows, state):

@@ -10,15 +10,9 @@ from packed_cases import expect_slots, filled, oracle_step, packed_params, scan_
 from edgekv import layout, native
 from edgekv.errors import NativeError
 
-INSTRUCTION_SETS = native.SCHEMA["isa"]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS, scope="module", autouse=True)
-def instruction_set(request):
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def native_step(fields, text: Text, position: int, rows: int, state: np.ndarray, **more) -> tuple[np.ndarray, np.ndarray]:

@@ -16,12 +16,7 @@ from edgekv.reference.rotary import rotate
 from edgekv.reference.self_index.cache import SelfIndexCache
 
 
-@pytest.fixture(params=native.SCHEMA["isa"], scope="module", autouse=True)
-def instruction_set(request):
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 @st.composite
