@@ -154,7 +154,7 @@ def main() -> None:
     gammas = [int(gamma) for gamma in arguments.gammas.split(",") if gamma]
     ways: list[int | None] = [*gammas, None]
     if choice.bundle:
-        pool.share(arguments.threads or machine.default_threads())
+        pool.share(arguments.threads)
     alone = engine.load(opened, arguments.threads)
     rows = max([MAX_GAMMA, *gammas]) + 1
     shared = engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle)

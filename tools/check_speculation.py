@@ -24,7 +24,7 @@ from typing import Any
 import lockstep
 import numpy as np
 
-from edgekv import bundle, engine, layout, machine
+from edgekv import bundle, engine, layout
 from edgekv.engine import pool
 from edgekv.generation.adaptive import MAX_GAMMA, AdaptiveLength, FixedLength
 from edgekv.generation.decoders import plain
@@ -130,7 +130,7 @@ def main() -> None:
         opened = bundle.open_bundle(path, verify=False)
         tokenizer = load_tokenizer(opened)
         prompt = tokenizer.encode(arguments.prompt_file.read_text(encoding="utf-8")).ids[: arguments.prompt_tokens]
-        pool.share(arguments.threads or machine.default_threads())
+        pool.share(arguments.threads)
         loaded = engine.load(opened, arguments.threads, max_rows=MAX_GAMMA + 1)
         start, wanted = time.perf_counter(), plain_text(loaded, prompt, options, arguments.tokens)
         held = loaded.occupancy(len(prompt) + len(wanted.tokens) - 1)

@@ -43,10 +43,9 @@ class Drafting:
     def share_threads(self, threads: int | None) -> None:
         """One pool of threads for the target and a bundle that drafts for it; to be called before either is loaded."""
         if self._choice and self._choice.bundle:
-            from edgekv import machine
             from edgekv.engine import pool
 
-            pool.share(threads or machine.default_threads())
+            pool.share(threads)
 
     def start(self, loaded: Any) -> None:
         """Makes the drafter for the loaded target."""

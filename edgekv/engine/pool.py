@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import onnxruntime as ort
 
+from edgekv import machine
+
 _shared: int | None = None  # threads of the process's pool, once there is one
 
 
-def share(threads: int) -> None:
-    """From now on all sessions of this process compute with the same `threads` threads. For programs, before they load engines.
+def share(threads: int | None) -> None:
+    """From now on all sessions of this process compute with the same threads, by default as many as an engine takes by default. For programs,
+    before they load engines.
 
     There is no way back in a process, so a second call changes nothing. Versions of ONNX Runtime that cannot do it go on with a pool
     for each session, whose threads sleep as soon as a step has ended.
     """
     global _shared
     if _shared is None:
-        _shared = threads
+        _shared = threads or machine.default_threads()
         if _can_share():
-            ort.set_global_thread_pool_sizes(threads, 1)
+            ort.set_global_thread_pool_sizes(_shared, 1)
 
 
 def size(threads: int) -> int:
