@@ -8,7 +8,8 @@ before the first boundary must agree as closely; what follows attends to compres
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -134,6 +135,17 @@ def bundle_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
         engine.close()
 
 
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """Says of a bundle that was just made that it does not run; what is the user's to mend, such as too little memory, stays as it is."""
+    try:
+        yield
+    except EdgekvError as error:
+        if isinstance(error, UserError) and not isinstance(error, BundleError):
+            raise
+        raise UserError(f"{what} does not run: {error}") from None
+
+
 def columns_of(ids: np.ndarray, token_ids: np.ndarray | None) -> np.ndarray:
     """Columns of logits that stand for tokens; -1 for tokens that an output layer of `token_ids` does not have. None: it has all."""
     if token_ids is None:
@@ -209,11 +221,7 @@ def check(source: Source, bundle: Bundle, room: int, maps: Sequence[Maps] | None
     """Runs both and judges; returns the figures. maps: as in original_logits."""
     ids = tokens_of(source, bundle.model["vocab"] if source.token_ids is None else source.config.get_text_config().vocab_size, room)
     original = original_logits(source, ids, bundle.model["context"], maps)
-    try:
+    with running("The exported model"):
         ours = bundle_logits(bundle, ids)
-    except EdgekvError as error:
-        if isinstance(error, UserError) and not isinstance(error, BundleError):
-            raise
-        raise UserError(f"The exported model does not run: {error}") from None
     limits = LIMITS[bundle.manifest["weights"]["format"], bundle.manifest["policy"]["element"]]
     return judged(original, ours, columns_of(ids, source.token_ids), limits, bundle.boundary if bundle.compressed else None)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from edgekv import bundle, layout
 from edgekv.budget import Budget
 from edgekv.bundle import Bundle
-from edgekv.errors import BundleError, EdgekvError, UserError
+from edgekv.errors import BundleError, UserError
 from edgekv.export import graph, parity
 from edgekv.export.passes import match
 from edgekv.geometry import LayerGeometry
@@ -133,12 +133,8 @@ def _compare(source: Bundle, new: Bundle, planned: Plan) -> None:
     ids = np.asarray([i for i in text if i < source.model["vocab"]][: min(room, parity.MOST_TOKENS)], np.int64)
     if ids.size < 2:
         raise UserError(f"The caches are too small to compare {new.folder.name} with {source.folder}; use --no-parity.")
-    try:
+    with parity.running(f"{source.folder} with another cache"):
         logits = parity.bundle_logits(source, ids), parity.bundle_logits(new, ids)
-    except EdgekvError as error:
-        if isinstance(error, UserError) and not isinstance(error, BundleError):
-            raise
-        raise UserError(f"{source.folder} with another cache does not run: {error}") from None
     elements = {source.manifest["policy"].get("element"), planned.policy.element}
     # Integer formats round activations as well, and another boundary makes other blocks of rows: the last bit of a sum can move a code.
     stored = "int8" if source.manifest["weights"]["format"] in ("int8", "int4") else "fp32"
