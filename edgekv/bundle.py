@@ -189,7 +189,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
             raise BundleError(f"{file} is larger than {MAX_MANIFEST_BYTES >> 20} MiB; export the bundle again.")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(file.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
     except OSError as error:
         raise BundleError(f"{file} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -204,6 +204,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             "export the bundle again with this edgekv."
         )
     return manifest
+
+
+def _finite(text: str) -> float:
+    """A number of JSON; ValueError for what would become infinity, and for NaN."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 _MODEL_INTS = {"layers": 1 << 12, "hidden": 1 << 20, "vocab": 1 << 24, "context": 1 << 40}
@@ -231,6 +238,12 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
     demand(_is_int(graph.get("chunk"), 1, 1 << 20), "graph.chunk is not a sensible number")
     demand(isinstance(layers, list) and len(layers) == model["layers"], "the layers do not match model.layers")
 
+    demand(isinstance(manifest.get("weights", {}).get("format"), str), "weights.format is missing")
+    if "draft" in manifest:
+        draft = manifest["draft"] if isinstance(manifest["draft"], dict) else {}
+        cover = draft.get("coverage", "missing")
+        share = cover is None or isinstance(cover, int | float) and not isinstance(cover, bool) and 0 <= cover <= 1
+        demand(_is_int(draft.get("head_tokens"), 1, 1 << 24) and share, "'draft' does not say which tokens it knows")
     if "keys" in manifest:
         demand(thin_keys.sensible(manifest["keys"], len(layers)), "'keys' does not say how keys are stored")
     tables = manifest.get("inv_freq")

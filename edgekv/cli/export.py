@@ -9,6 +9,7 @@ import click
 
 from edgekv.errors import UserError
 
+PARITY_FIGURES = ("tokens", "mean_difference", "max_difference", "mean_kl", "argmax_agreement", "perplexity_original", "perplexity_bundle")
 KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
 
 
@@ -162,7 +163,7 @@ def _summary(console, made, words: str | None, seconds: float) -> None:
         cover = manifest["draft"]["coverage"]
         covered = "" if cover is None else f", which cover {cover:.1%} of the text they were chosen by"
         console.print(f"A draft that can say {manifest['draft']['head_tokens']:,} tokens{covered}; use it with --draft.", markup=False)
-    if figures:
+    if figures and all(isinstance(figures.get(name), int | float) for name in PARITY_FIGURES):  # those of a bundle are what its maker wrote
         console.print(
             f"Parity on {figures['tokens']} tokens: logits differ by {figures['mean_difference']:.2g} on average and {figures['max_difference']:.2g} "
             f"at most, KL {figures['mean_kl']:.2g} nats, likeliest token equal {figures['argmax_agreement']:.1%}, "

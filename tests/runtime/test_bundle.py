@@ -106,6 +106,8 @@ def set_path(path, value):
         (["files", "model.onnx", "sha256"], None), (["files", "/etc/passwd"], {"bytes": 1, "sha256": ""}),
         (["files", "../x"], {"bytes": 1, "sha256": ""}), (["files", "a/../../x"], {"bytes": 1, "sha256": ""}),
         (["files", "C:\\x"], {"bytes": 1, "sha256": ""}), (["files", ""], {"bytes": 1, "sha256": ""}), (["parity"], 3), (["policy"], None),
+        (["weights", "format"], ...), (["draft"], {}), (["draft"], None), (["draft"], {"head_tokens": 10**30, "coverage": None}),
+        (["draft"], {"head_tokens": 5, "coverage": "all"}), (["parity"], {"mean_kl": float("inf")}), (["device"], float("nan")),
     ],
 )  # fmt: skip
 def test_wrong_manifest_fields_get_a_sentence(copy, path, value):
