@@ -59,11 +59,9 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
     report(stage, done, total) is told what is going on; done and total are None while a stage cannot count.
     """
     source = load.find(model, lambda text: report(f"loading: {text}", None, None))
-    if options.head is None:
-        return export_source(source, target, options, report)
-    source, coverage = short_head.shorten(source, options.head)
-    export_source(source, target, options, report)
-    return bundle.update_manifest(target, draft={"head_tokens": len(source.token_ids), "coverage": coverage})
+    if options.head is not None:
+        source = short_head.shorten(source, options.head)
+    return export_source(source, target, options, report)
 
 
 def export_source(source: load.Source, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
@@ -106,6 +104,8 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
         if thin is not None:
             manifest["keys"] = into_graph.record(thin, params, whole)
+        if source.cut_head:
+            manifest["draft"] = {"head_tokens": len(source.token_ids), "coverage": source.coverage}
         if said is not None:
             manifest["device"] = {"name": options.device.name, "words": said.words}
         if options.check_parity:

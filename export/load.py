@@ -26,7 +26,7 @@ class Source:
 
     tokenizer  text of tokenizer.json; chat_template text or None; generation default sampling options
     token_ids  int64 [K] for a draft whose output layer has K of the tokens only, else None
-    cut_head   the checkpoint has the other rows of that layer too
+    cut_head   the checkpoint has the other rows of that layer too; coverage is what the rows that stay have of a text, if that was counted
     """
 
     name: str
@@ -40,6 +40,7 @@ class Source:
     generation: dict[str, float]
     token_ids: Any = None
     cut_head: bool = False
+    coverage: float | None = None
 
 
 def find(model: str, note: Callable[[str], None] = lambda text: None) -> Source:

@@ -27,13 +27,10 @@ class HeadOptions:
     texts: tuple[Path, ...] = ()
 
 
-def shorten(source: Source, options: HeadOptions) -> tuple[Source, float | None]:
-    """The source with a short output layer, and the share of its texts' tokens that are in it; None without texts.
-
-    Raises UserError when there are not so many tokens or a text cannot be read.
-    """
+def shorten(source: Source, options: HeadOptions) -> Source:
+    """The source with a short output layer. Raises UserError when there are not so many tokens or a text cannot be read."""
     tokenizer = Tokenizer.from_str(source.tokenizer)
-    known = tokenizer.get_vocab_size()
+    known = source.config.get_text_config().vocab_size  # tokenizers may have more or fewer tokens, with gaps between their numbers
     if not len(source.eos_token_ids) < options.tokens < known:
         raise UserError(f"--head-tokens must be less than the {known} tokens of {source.name}, and more than the {len(source.eos_token_ids)} that end a text.")
     counts = np.zeros(known, np.int64)
@@ -42,10 +39,11 @@ def shorten(source: Source, options: HeadOptions) -> tuple[Source, float | None]
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({error}); give another --head-text.") from None
-        counts += np.bincount(tokenizer.encode(text, add_special_tokens=False).ids, minlength=known)
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        counts += np.bincount(ids[ids < known], minlength=known)
     token_ids = _frequent(counts, source.eos_token_ids, options.tokens)
     coverage = float(counts[token_ids].sum() / counts.sum()) if counts.any() else None
-    return replace(source, token_ids=token_ids, cut_head=True), coverage
+    return replace(source, token_ids=token_ids, cut_head=True, coverage=coverage)
 
 
 def _frequent(counts: np.ndarray, ends: Sequence[int], wanted: int) -> np.ndarray:

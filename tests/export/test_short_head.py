@@ -8,13 +8,13 @@ from click.testing import CliRunner
 from edgekv import bundle, engine
 from edgekv.cli.export import command
 from edgekv.errors import UserError
-from edgekv.export import exporter, parity
+from edgekv.export import exporter, parity, replan
 from edgekv.export.short_head import HeadOptions
 from edgekv.generation.drafters.choose import choose
 from edgekv.generation.drafters.vocabulary import read_token_ids
 from edgekv.generation.session import Session
 from edgekv.generation.text import load_tokenizer
-from edgekv.policy import CachePolicy
+from edgekv.policy import CachePolicy, parse_budget
 
 POLICY = CachePolicy(element="fp32", boundary=32)
 TEXT = "aaaa bbb cc the end of the text"
@@ -68,6 +68,33 @@ def test_counts_that_cannot_be_are_refused(llama, tmp_path, tokens):
     with pytest.raises(UserError, match="--head-tokens must be less than"):
         short(llama, tmp_path / "short", tokens)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_without_a_row_in_the_model_are_not_counted(tmp_path):
+    """Tokenizers may know more than the model: added tokens that nobody made room for."""
+    model, text = tiny_models.make(tmp_path / "model", "llama", vocab=200, bos_token_id=0, eos_token_id=1, pad_token_id=1), tmp_path / "text"
+    text.write_text("a\u00ff\u00fe" * 50, encoding="utf-8")  # bytes above 200 among its tokens
+    kept = read_token_ids(short(model, tmp_path / "short", 30, text), tiny_models.VOCAB)
+    assert kept.max() < 200 and ord("a") in kept
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", None], ids=["empty", "binary", "a folder"])
+def test_texts_that_hold_nothing_to_count(llama, tmp_path, content):
+    text = tmp_path / "text"
+    text.mkdir() if content is None else text.write_bytes(content)
+    if content == b"":
+        assert short(llama, tmp_path / "short", 40, text).manifest["draft"]["coverage"] is None
+        return
+    with pytest.raises(UserError, match="cannot be read as UTF-8 text"):
+        short(llama, tmp_path / "short", 40, text)
+    assert not (tmp_path / "short").exists()
+
+
+def test_another_cache_for_a_draft(llama, tmp_path):
+    made = short(llama, tmp_path / "short", 40)
+    again = replan.replan(made, tmp_path / "again", CachePolicy(keep="window", positions="cache", element="fp32"), parse_budget("64tok"))
+    assert again.manifest["draft"] == made.manifest["draft"]
+    assert (read_token_ids(again, tiny_models.VOCAB) == read_token_ids(made, tiny_models.VOCAB)).all()
 
 
 def test_command(llama, llama_bundle, tmp_path):
