@@ -5,7 +5,7 @@
 namespace {
 
 // Writes first + i for every score i above the threshold and for the first `equal` of those that are exactly it, ascending;
-// returns how many. `out` has room for 32 more.
+// returns how many. count is a multiple of 32; `out` has room for 32 more.
 inline int collect(const int16_t* scores, int count, int threshold, int equal, int first, int32_t* out) {
   int found = 0;
   for (int i = 0; i < count; ++i) {

@@ -59,6 +59,22 @@ struct IntervalCursor {
   }
 };
 
+// Behind the last of the slots [slot, end) whose token is of the interval of the one at `slot`. Positions ascend with slots and no two
+// are the same, so few of them need to be read: where no token was evicted, the interval ends exactly as many slots on as positions.
+inline int interval_end(const PackedBody& b, int slot, int end) {
+  const int64_t next = (int64_t(b.interval_of(b.positions[slot])) + 1) * b.interval, most = slot + next - b.positions[slot];
+  int low = slot + 1, high = most < end ? int(most > low ? most : low) : end;
+  if (b.positions[high - 1] < next) return high;
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (b.positions[middle] < next)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 // The signs of 32 tokens, token by token: bit d of row(slot) is 1 where number d is positive. A block of the index plane holds them
 // the other way round, and is turned once for all tokens wanted from it.
 struct BlockSigns {

@@ -41,19 +41,16 @@ inline float score_table(const float* query, const float* codebook, int dim, flo
 
 // What the mean keys of the intervals from `first` on add to a score, in steps, relative to the newest one.
 inline void interval_biases(const PackedBody& b, const float* query, int first, float step, int32_t* bias) {
-  alignas(64) float newest[1024], mean[1024];
-  auto widen = [&](int interval, float* to) {
-    const uint16_t* m = b.mean + int64_t(interval) * b.key_dim;
-    for (int d = 0; d < b.key_dim; d += kLanes) {
-      const int lanes = b.key_dim - d < kLanes ? b.key_dim - d : kLanes;
-      store(to + d, lanes == kLanes ? load(m + d) : load_first(m + d, lanes));
-    }
+  alignas(64) float newest[1024];
+  auto at = [&](int interval, int d) {
+    const uint16_t* m = b.mean + int64_t(interval) * b.key_dim + d;
+    return b.key_dim - d < kLanes ? load_first(m, b.key_dim - d) : load(m);
   };
-  widen(b.intervals - 1, newest);
+  for (int d = 0; d < b.key_dim; d += kLanes) store(newest + d, at(b.intervals - 1, d));
   for (int i = first; i < b.intervals; ++i) {
-    widen(i, mean);
-    for (int d = 0; d < b.key_dim; d += kLanes) store(mean + d, sub(load(mean + d), load(newest + d)));
-    const float x = dot_in_order(query, mean, b.key_dim) / step;
+    Vec sum = zero();  // as dot_in_order
+    for (int d = 0; d < b.key_dim; d += kLanes) sum = add(sum, mul(load(query + d), sub(at(i, d), load(newest + d))));
+    const float x = sum_lanes(sum) / step;
     bias[i] = x > -kBiasLimit ? x < kBiasLimit ? int32_t(std::nearbyint(x)) : kBiasLimit : x == x ? -kBiasLimit : 0;
   }
 }
@@ -62,17 +59,26 @@ inline void interval_biases(const PackedBody& b, const float* query, int first, 
 // lowest there is.
 inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias, int lo, int hi, int16_t* scores) {
   const int groups = b.key_dim / 4, start = lo / 32 * 32;
-  IntervalCursor cursor;
+  int end = lo, of_interval = 0;  // of the slots of one interval, which ends there
+  auto enter = [&](int slot) {
+    of_interval = bias[b.interval_of(b.positions[slot])];
+    end = interval_end(b, slot, hi);
+  };
   for (int block = start; block < hi; block += 32, scores += 32) {
-    const int first = block < lo ? lo : block, last = block + 32 < hi ? block + 32 : hi;
-    const int32_t of_first = bias[cursor.at(b, first)];
+    const int last = block + 32 < hi ? block + 32 : hi;
     // Far enough ahead for memory; addresses beyond the plane do no harm.
     for (int i = 0; i < 16 * groups; i += 64) __builtin_prefetch(b.codes(block) + kScanAhead + i, 0, 2);
-    const bool together = cursor.holds(b, last - 1);
-    scan_block(b.codes(block), table, groups, together ? of_first : 0, scores);
-    if (!together)
-      for (int slot = first; slot < last; ++slot) scores[slot - block] = int16_t(scores[slot - block] + bias[cursor.at(b, slot)]);
-    for (int i = 0; i < first - block; ++i) scores[i] = INT16_MIN;
+    if (block == end) enter(block);
+    if (block + 32 <= end) {
+      scan_block(b.codes(block), table, groups, of_interval, scores);
+      continue;
+    }
+    scan_block(b.codes(block), table, groups, 0, scores);
+    for (int slot = block < lo ? lo : block; slot < last; ++slot) {
+      if (slot == end) enter(slot);
+      scores[slot - block] = int16_t(scores[slot - block] + of_interval);
+    }
+    for (int i = 0; i < lo - block; ++i) scores[i] = INT16_MIN;
     for (int i = last - block; i < 32; ++i) scores[i] = INT16_MIN;
   }
 }
