@@ -23,9 +23,9 @@ DEFAULT_WINDOW = {"attention": 1 / 2, "keys": 1 / 4}
 # Options of keep = heavy, with the values that ask for nothing; those of scores by attention, of which keys have no use.
 ATTENTION_OPTIONS = {"observe": (None, 0), "score_normalise": (None, False), "score_decay": (None, 1.0)}
 HEAVY_OPTIONS = {"window": (None, 0), "score": (None,)} | ATTENTION_OPTIONS
-SELFINDEX_OPTIONS = ("value_bits", "retrieve", "rerank")
+SELFINDEX_OPTIONS = ("key_bits", "value_bits", "retrieve", "rerank")
 SELFINDEX_SINKS = 64  # when the budget allows: the first tokens are cheap to keep in full and most attended
-DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK = 4, "7.5%", 2  # docs/self_index.md has the figures behind them
+DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK = 2, 4, "7.5%", 2  # docs/self_index.md has the figures behind them
 
 
 def round_up(count: int, to: int) -> int:
@@ -48,6 +48,7 @@ class CachePolicy:
     positions        original: keys keep the rotation of their place in the text; cache: of their rank in the cache
     boundary         E: tokens between two compactions, a multiple of 16
     format           dense: keys and values as they are; selfindex: compressed keys that are their own index
+    key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 2)
     value_bits       bits per number of a compressed value, 2, 4 or 8 (selfindex; default 4)
     retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%)
     rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2)
@@ -64,6 +65,7 @@ class CachePolicy:
     positions: str = "original"
     boundary: int | None = None
     format: str = "dense"
+    key_bits: int | None = None
     value_bits: int | None = None
     retrieve: str | None = None
     rerank: int | None = None
@@ -87,8 +89,10 @@ class CachePolicy:
             raise UserError(f"score decay must be a number between 0 and 1, not {decay!r}.")
         if self.score_normalise is not None and not isinstance(self.score_normalise, bool):
             raise UserError(f"score normalise must be true or false, not {self.score_normalise!r}.")
-        if self.value_bits is not None and (self.value_bits not in (2, 4, 8) or isinstance(self.value_bits, bool)):
-            raise UserError(f"value bits must be 2, 4 or 8, not {self.value_bits!r}.")
+        for name, widths, words in (("key_bits", (2, 4), "2 or 4"), ("value_bits", (2, 4, 8), "2, 4 or 8")):
+            bits = getattr(self, name)
+            if bits is not None and (bits not in widths or isinstance(bits, bool)):
+                raise UserError(f"{name.replace('_', ' ')} must be {words}, not {bits!r}.")
         if self.rerank is not None:
             check_count("rerank", self.rerank, 1)
             if self.rerank > MOST_RERANK:
@@ -139,7 +143,7 @@ class CachePolicy:
             window = min((share + LANES // 2) // LANES * LANES, room)
         filled = {}
         if self.compresses:
-            defaults = zip(SELFINDEX_OPTIONS, (DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK), strict=True)
+            defaults = zip(SELFINDEX_OPTIONS, (DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK), strict=True)
             filled = {name: default for name, default in defaults if getattr(self, name) is None}
         return dataclasses.replace(
             self,
@@ -182,4 +186,7 @@ class CachePolicy:
     @classmethod
     def from_json(cls, obj: object) -> CachePolicy:
         """Inverse of to_json on untrusted input; UserError when a field is unknown, ill-typed or makes no sense."""
-        return cls(**known_fields(cls, obj, "cache policy"))
+        fields = known_fields(cls, obj, "cache policy")
+        if fields.get("format") == "selfindex":
+            fields.setdefault("key_bits", 2)  # what bundles hold that were made before there was a choice
+        return cls(**fields)

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgekv.errors import UserError
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 STATE_MAGIC = 0x31564B45  # "EKV1", little endian
 LANES = 16  # tokens interleaved in a key block
 INDEX_TOKENS = 32  # tokens side by side in the index plane
@@ -59,6 +59,7 @@ FIELDS: tuple[tuple[str, str, float], ...] = (
     ("intervals", "i", 0),
     ("head_dim", "i", 0),
     ("latent", "i", 0),
+    ("key_bits", "i", 2),
 )
 
 # Entries of the header's traffic counters, in bytes (the last named one counts steps).
@@ -154,7 +155,7 @@ def is_selfindex(params: Mapping) -> bool:
 def record_parts(params: Mapping) -> tuple[int, int, int, int]:
     """Bytes of the parts of a selfindex record: key magnitudes, value codes, key pairs, value pairs."""
     keys, values = -(-params["key_dim"] // GROUP), -(-params["value_dim"] // GROUP)
-    return 8 * keys, 4 * params.get("value_bits", 4) * values, 4 * keys, 4 * values
+    return 4 * params.get("key_bits", 2) * keys, 4 * params.get("value_bits", 4) * values, 4 * keys, 4 * values
 
 
 def record_bytes(params: Mapping) -> int:
@@ -300,6 +301,7 @@ def check_params(params: Mapping) -> str | None:
         (p["format"] in FORMATS.values(), "format must be 0 (dense) or 1 (selfindex)"),
         (not packed or p["key_dim"] % 4 == 0, "key_dim must be a multiple of 4"),
         (not packed or p["body_slots"] % INDEX_TOKENS == 0, "body_slots must be a multiple of 32"),
+        (not packed or p["key_bits"] in (2, 4), "key_bits must be 2 or 4"),
         (not packed or p["value_bits"] in (2, 4, 8), "value_bits must be 2, 4 or 8"),
         (not packed or 1 <= p["intervals"] <= 1 << 20, "intervals must be between 1 and 1048576"),
         (

@@ -86,6 +86,7 @@ def layer_params(
     if not dense:
         params |= {
             "format": layout.FORMATS["selfindex"],
+            "key_bits": policy.key_bits,
             "value_bits": policy.value_bits,
             "intervals": -(-max(context, 1) // policy.boundary),
         }
@@ -289,7 +290,7 @@ def describe(policy: CachePolicy, held: int, context: int) -> str:
         return f"{text} {where}. Numbers are stored in {stored} precision."
     first = f"The first {policy.sinks} tokens and those" if policy.sinks else "Tokens"
     return (
-        f"{text} {where}. {first} since the last boundary are stored in {stored} precision, all others compressed (3-bit keys "
+        f"{text} {where}. {first} since the last boundary are stored in {stored} precision, all others compressed ({policy.key_bits + 1}-bit keys "
         f"that are their own index, {policy.value_bits}-bit values); beside the former a generated token attends to "
         f"{parse_retrieval(policy.retrieve).words}, found by their codes."
     )

@@ -19,7 +19,7 @@ def packed_params(draw):
     more = {
         "format": 1, "intervals": 64, "q_heads": heads[0], "kv_heads": heads[1], "scale": 0.3,
         "key_dim": draw(st.sampled_from([4, 32, 64, 80, 96, 128])), "value_dim": draw(st.sampled_from([6, 32, 64, 80, 128])),
-        "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.sampled_from([0, 3, 16, 40])),
+        "key_bits": draw(st.sampled_from([2, 4])), "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.sampled_from([0, 3, 16, 40])),
         "sliding_window": draw(st.sampled_from([0, 0, 9, 60])), "softcap": draw(st.sampled_from([0.0, 2.0])),
     }  # fmt: skip
     if keep == "heavy":
@@ -32,7 +32,7 @@ def packed_params(draw):
 def compaction_params(draw):
     """Compressed layers that fill and evict within a few short intervals."""
     keep = draw(st.sampled_from(["full", "window", "heavy"]))
-    more = {"format": 1, "intervals": 24, "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.integers(0, 40))}
+    more = {"format": 1, "intervals": 24, "key_bits": draw(st.sampled_from([2, 4])), "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.integers(0, 40))}
     more |= {"key_dim": draw(st.sampled_from([8, 20, 64])), "value_dim": draw(st.sampled_from([6, 33, 64])), "softcap": draw(st.sampled_from([0.0, 2.0]))}
     body, tail = draw(st.sampled_from([32, 64, 96])) if keep != "full" else 384, draw(st.sampled_from([16, 48]))
     if keep == "heavy":

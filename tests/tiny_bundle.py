@@ -67,7 +67,8 @@ def make(
     tokenizer=None,
     files=None,
     cache="dense",
-    value_bits=4,
+    key_bits=4,
+    value_bits=2,
     retrieve="all",
     rerank=4,
     change=lambda manifest: None,
@@ -80,7 +81,7 @@ def make(
     heads, kv_heads, dim, rotary = 4, 2, 16, 16
     inv_freq = (1.0 / 100.0 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32)
     scored = keep == "heavy" and score == "attention"
-    packed = {"format": cache, "value_bits": value_bits, "retrieve": retrieve, "rerank": rerank} if cache == "selfindex" else {}
+    packed = {"format": cache, "key_bits": key_bits, "value_bits": value_bits, "retrieve": retrieve, "rerank": rerank} if cache == "selfindex" else {}
     rules = policy.CachePolicy(
         keep=keep, sinks=0 if keep == "full" and not packed else sinks, window=kept // 2 if keep == "heavy" else 0,
         score=score if keep == "heavy" else None, observe=16 if scored else 0, score_normalise=scored, score_decay=1.0,

@@ -31,10 +31,12 @@ FULL_LAYERS = 2
 SHARED = ("q", "k", "v", "position")
 
 
-def layer(shape, depth: int, packed: bool, bits: int) -> native.LayerParams:
+def layer(shape, depth: int, bits: tuple[int, int] | None) -> native.LayerParams:
+    """A full cache; compressed with bits for keys and values, else dense."""
     q_heads, kv_heads, dim = shape
     fields = {"q_heads": q_heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim, "body_slots": depth, "tail_slots": TAIL, "scale": dim**-0.5}
-    return native.LayerParams(**fields, **({"format": 1, "value_bits": bits, "intervals": depth // TAIL} if packed else {}))
+    packed = {"format": 1, "key_bits": bits[0], "value_bits": bits[1], "intervals": depth // TAIL} if bits else {}
+    return native.LayerParams(**fields, **packed)
 
 
 def random_state(params: native.LayerParams, depth: int, rng) -> np.ndarray:
@@ -123,7 +125,7 @@ def measure(args) -> dict:
     depth = args.depth // TAIL * TAIL
     k = round(float(args.retrieve[:-1]) / 100 * depth) if args.retrieve.endswith("%") else int(args.retrieve)
     rows = {n: rng.standard_normal((1, 1, heads * dim)).astype(np.float32) for n, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))}
-    packed, dense = layer(shape, depth, True, args.value_bits), layer(shape, depth, False, 4)
+    packed, dense = layer(shape, depth, (args.key_bits, args.value_bits)), layer(shape, depth, None)
     small = [random_state(packed, depth, rng) for _ in range(args.layers)]
     large = [random_state(dense, depth, rng) for _ in range(FULL_LAYERS)]
 
@@ -169,7 +171,8 @@ def measure(args) -> dict:
     fastest = min(full, key=full.get)
     return {
         "isa": native.isa(), "threads": args.threads, "shape": shape, "depth": depth, "retrieve": k, "rerank": args.rerank,
-        "value_bits": args.value_bits, "layers": args.layers, "load": os.getloadavg()[0], "us_per_layer": us, "fastest_full": fastest,
+        "key_bits": args.key_bits, "value_bits": args.value_bits, "layers": args.layers, "load": os.getloadavg()[0], "us_per_layer": us,
+        "fastest_full": fastest,
         "speedup": full[fastest] / us["retrieval and attention"],
         "speedup_one_ranking": full[fastest] / us["retrieval and attention, one ranking"],
         "scan_over_bound": us["scan"] / us["reading the index"],
@@ -183,6 +186,7 @@ def main() -> None:
     parser.add_argument("--shape", type=numbers, default=[32, 8, 128], help="query heads, kv heads, head size")
     parser.add_argument("--retrieve", default="7.5%", help="tokens, or percent of the depth")
     parser.add_argument("--rerank", type=int, default=2)
+    parser.add_argument("--key-bits", type=int, default=2)
     parser.add_argument("--value-bits", type=int, default=2)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=20)

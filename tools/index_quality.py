@@ -12,7 +12,7 @@ the true attention weights ("exact"), with sinks and tail always attended:
   lowest  that of the layer which fares worst
   error   |output - full output| / |full output|
 
-Rows of the table that end in "+quantised" attend to 2-bit keys and values of --value-bits, others to the true ones. The pieces
+Rows of the table that end in "+quantised" attend to keys of --key-bits (and a sign) and values of --value-bits, others to the true ones. The pieces
 are those of edgekv/reference/self_index, so what is measured is what the cache computes.
 """
 
@@ -85,8 +85,8 @@ def refitted(x: np.ndarray, bits: int) -> np.ndarray:
     return dequantise(*quantise(x, bits), x.shape[-1])
 
 
-def magnitudes(x: np.ndarray) -> np.ndarray:
-    codes, pairs = quantise(x, 2)
+def magnitudes(x: np.ndarray, bits: int) -> np.ndarray:
+    codes, pairs = quantise(x, bits)
     return dequantise(codes, unbiased(x, codes, pairs), x.shape[-1])
 
 
@@ -153,7 +153,7 @@ class Layer:
         return out
 
 
-def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, bits: int, random: np.random.Generator) -> dict:
+def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: int, bits: int, random: np.random.Generator) -> dict:
     """Figures of every way to choose: name -> [recall, mass, error]."""
     found, x, n = {}, layer.keys, layer.n
 
@@ -204,7 +204,7 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, bits: int,
     found[f"{name}, 6-bit table of the mean"] = layer.judge(layer.top(table_scores))
 
     values = hadamard(refitted(hadamard(layer.v[:, layer.body]), bits))
-    keys = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread))) + slot_mean
+    keys = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread), key_bits)) + slot_mean
     logits = layer.products(keys)
     for factor in (1, 2, 4, 8):
         among = layer.top(table_scores, factor * layer.count)
@@ -215,9 +215,9 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, bits: int,
     for alpha, divisor in (("max", np.abs(centred).max(1, keepdims=True)), ("mean", np.abs(centred).mean(1, keepdims=True))):
         plain = np.where(centred >= 0, 1, -1) * published_quantiser(np.abs(centred / divisor), 2) * divisor + mean
         found[f"exact choice, 2-bit keys as published, alpha = {alpha}"] = layer.judge(layer.exact, plain)
-    found["exact choice, 2-bit keys of the cache"] = layer.judge(layer.exact, keys)
-    shrunk = hadamard(np.where(spread >= 0, 1, -1) * refitted(np.abs(spread), 2)) + slot_mean
-    found["exact choice, 2-bit keys of least squares"] = layer.judge(layer.exact, shrunk)
+    found[f"exact choice, {key_bits}-bit keys of the cache"] = layer.judge(layer.exact, keys)
+    shrunk = hadamard(np.where(spread >= 0, 1, -1) * refitted(np.abs(spread), key_bits)) + slot_mean
+    found[f"exact choice, {key_bits}-bit keys of least squares"] = layer.judge(layer.exact, shrunk)
     for width in (2, 4, 8):
         packed = hadamard(refitted(hadamard(layer.v[:, layer.body]), width))
         found[f"exact choice, {width}-bit values of the cache"] = layer.judge(layer.exact, None, packed)
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.075, help="k as a share of the depth")
     parser.add_argument("--sinks", type=int, default=64)
     parser.add_argument("--rows", type=int, default=16, help="query rows per depth, evenly spread over the last interval")
+    parser.add_argument("--key-bits", type=int, choices=(2, 4), default=2)
     parser.add_argument("--value-bits", type=int, choices=(2, 4, 8), default=4)
     parser.add_argument("--layers", help="for example 0,5,10 (default: all)")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "edgekv")
@@ -253,7 +254,7 @@ def main() -> None:
         for i in layers:
             layer = Layer(data["q"][i], data["k"][i], data["v"][i], depth, rows, options.sinks, options.share)
             calibration = other[i] if other is not None else None
-            for name, row in recipes(layer, options.sinks, calibration, options.value_bits, random).items():
+            for name, row in recipes(layer, options.sinks, calibration, options.key_bits, options.value_bits, random).items():
                 figures.setdefault(name, []).append(row)
         print(f"\n{depth} tokens, k = {max(1, round(options.share * depth))}, {options.sinks} sinks, {len(layers)} layers")
         print(f"{'':62s} recall    mass  lowest   error")

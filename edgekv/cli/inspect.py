@@ -115,6 +115,8 @@ def _show(bundle: Bundle, memory: dict[str, int], words: str, verify: bool) -> N
 def _shape(params: dict[str, Any]) -> str:
     from edgekv import layout
 
+    params = layout.complete(params)
+
     def name(names: dict[str, int], value: int) -> str:
         return next((text for text, number in names.items() if number == value), str(value))
 
@@ -125,7 +127,8 @@ def _shape(params: dict[str, Any]) -> str:
         f"{name(layout.ELEMENTS, params.get('element', 1))}"
     )
     if layout.is_selfindex(params):
-        text += f" in sinks and tail, else compressed: {layout.token_bytes(params)} bytes per token and kv head, {params['value_bits']}-bit values"
+        text += f" in sinks and tail, else compressed: {layout.token_bytes(params)} bytes per token and kv head, "
+        text += f"{params['key_bits'] + 1}-bit keys, {params['value_bits']}-bit values"
     return text + (f", sliding window {params['sliding_window']}" if params.get("sliding_window") else "")
 
 

@@ -11,7 +11,7 @@ import click
 from edgekv.cli import export
 from edgekv.errors import UserError
 
-CACHE_OPTIONS = ("keep", "kv_budget", "format", "value_bits", "retrieve", "rerank", "sinks", "window", "score", "observe", "score_normalise", "score_decay", "positions", "kv_type", "boundary", "chunk", "weights")
+CACHE_OPTIONS = ("keep", "kv_budget", "format", "key_bits", "value_bits", "retrieve", "rerank", "sinks", "window", "score", "observe", "score_normalise", "score_decay", "positions", "kv_type", "boundary", "chunk", "weights")
 
 
 @click.command("profile", short_help="Tell what fits on a device, how fast it will be, and why.")

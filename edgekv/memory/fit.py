@@ -60,7 +60,8 @@ class Choice:
         if self.budget:
             parts += ["--kv-budget", str(self.budget).replace(" ", "")]
         if self.plan.policy.compresses:
-            parts += ["--cache", "selfindex", "--value-bits", str(self.plan.policy.value_bits)]
+            bits = self.plan.policy.key_bits, self.plan.policy.value_bits
+            parts += ["--cache", "selfindex", "--key-bits", str(bits[0]), "--value-bits", str(bits[1])]
         if self.plan.policy.element != "fp16":
             parts += ["--kv-type", self.plan.policy.element]
         return " ".join([*parts, "--context", str(self.plan.context)])
@@ -80,7 +81,7 @@ def candidates(policy: CachePolicy, context: int, formats: list[WeightFormat]) -
         yield weights, CachePolicy(keep="full", element=element), None
     for bits in (4, 2):
         for weights in formats:
-            yield weights, CachePolicy(keep="full", element=element, format="selfindex", value_bits=bits), None
+            yield weights, CachePolicy(keep="full", element=element, format="selfindex", key_bits=2, value_bits=bits), None
     for keep in ("heavy", "window"):
         for share in SHARES:
             tokens = int(context * share / 100) // 16 * 16

@@ -11,8 +11,8 @@ namespace {
 
 inline void count_packed(const Step& s, const PackedBody& b, uint64_t tokens, uint64_t means) {
   __atomic_fetch_add(&s.loaded->body_index, tokens * b.sign_bytes(), __ATOMIC_RELAXED);
-  __atomic_fetch_add(&s.loaded->body_keys, tokens * 12 * b.key_groups(), __ATOMIC_RELAXED);
-  __atomic_fetch_add(&s.loaded->body_values, tokens * 4 * (b.value_bits + 1) * b.value_groups(), __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_keys, tokens * b.key_bytes(), __ATOMIC_RELAXED);
+  __atomic_fetch_add(&s.loaded->body_values, tokens * b.value_bytes(), __ATOMIC_RELAXED);
   __atomic_fetch_add(&s.loaded->body_meta, tokens * 4 + means * 2 * b.key_dim, __ATOMIC_RELAXED);
 }
 
@@ -110,7 +110,7 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
   while (listed > 0 && slots[listed - 1] < 0) --listed;
   if (end > listed) end = listed;
   if (begin == 0) fetch_first(b, slots, listed);  // those of later splits have been asked for by the one before
-  order_queries(s.turned + at_row * dim, rows, dim, queries);
+  order_queries(b.key_bits, s.turned + at_row * dim, rows, dim, queries);
   for (int r = 0; r < rows; ++r) {
     std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
     sums[r * stride + width + kLanes] = kNothing;

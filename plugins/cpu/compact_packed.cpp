@@ -60,7 +60,7 @@ struct Packing {
   // The stored key of a body slot. A damaged position must not lead out of the plane of means.
   void body_key(int head, int slot, float* to) const {
     const uint8_t* from = record_of(head, slot);
-    dequantise(from, from + record.key_pairs, params.key_dim, 2, to);
+    dequantise(from, from + record.key_pairs, params.key_dim, params.key_bits, to);
     for (int d = 0; d < params.key_dim; ++d)
       if (!(code(head, slot, d / kSub) >> d % kSub & 1u)) to[d] = -to[d];
     transform(to, params.key_dim, block, factor);
@@ -193,7 +193,7 @@ void compress(const Packing& c, int head, const int32_t* kept, int stay, float* 
     for (int d = 0; d < dim; ++d) key[d] = std::fabs(key[d]);
     uint8_t* record = c.record_of(head, to);
     std::memset(record, 0, c.record.bytes);
-    quantise(key, dim, 2, true, record, record + c.record.key_pairs);
+    quantise(key, dim, p.key_bits, true, record, record + c.record.key_pairs);
     for (int d = 0; d < p.value_dim; ++d)
       value[d] = c.number(c.state.tail_v, (int64_t(head) * p.tail_slots + c.to_sinks + t) * p.value_dim + d);
     transform(value, p.value_dim, int(value_block), value_factor);

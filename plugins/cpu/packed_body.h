@@ -11,7 +11,7 @@ struct PackedBody {
   const uint8_t *index, *payload;
   const uint16_t* mean;
   edgekv::RecordLayout record;
-  int key_dim, value_dim, value_bits, interval, intervals;  // the last: boundaries so far, each with a mean key
+  int key_dim, value_dim, key_bits, value_bits, interval, intervals;  // the last: boundaries so far, each with a mean key
 
   PackedBody(const edgekv::LayerParams& p, const edgekv::StateView& s, int head, int64_t tail_base)
       : positions(s.body_pos + int64_t(head) * p.body_slots),
@@ -21,13 +21,16 @@ struct PackedBody {
         record(edgekv::record_layout(p)),
         key_dim(p.key_dim),
         value_dim(p.value_dim),
+        key_bits(p.key_bits),
         value_bits(p.value_bits),
         interval(p.tail_slots),
         intervals(int(tail_base / p.tail_slots)) {}
 
   int key_groups() const { return (key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
   int value_groups() const { return (value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP; }
-  // Bytes of one token's sign codes.
+  // Bytes of one token's magnitudes and values, with their pairs, and of its sign codes.
+  uint64_t key_bytes() const { return uint64_t(4) * (key_bits + 1) * key_groups(); }
+  uint64_t value_bytes() const { return uint64_t(4) * (value_bits + 1) * value_groups(); }
   uint64_t sign_bytes() const { return uint64_t(key_dim / 4 + 1) / 2; }
   // Codes of the 32 tokens from `slot`, a multiple of 32.
   const uint8_t* codes(int slot) const { return index + int64_t(slot) / EDGEKV_INDEX_TOKENS * (key_dim / 4) * 16; }
@@ -125,11 +128,20 @@ struct BlockSigns {
   }
 };
 
-// One token's key without its mean, still transformed: [key_groups * 32] numbers, those from key_dim on without meaning.
-inline void unpack_key(const PackedBody& b, BlockSigns& signs, int slot, float* out) {
-  const uint8_t* record = b.payload + int64_t(slot) * int64_t(b.record.bytes);
+// The 32 codes of a group, of kBits each, as zero_point + scale * code.
+template <int kBits>
+inline void numbers_of(const uint8_t* codes, Vec zero_point, Vec scale, Vec out[2]) {
+  if constexpr (kBits == 2) {
+    levels(codes, zero_point, scale, out);
+  } else {
+    unpack<kBits>(codes, out);
+    for (int half = 0; half < 2; ++half) out[half] = fma(out[half], scale, zero_point);
+  }
+}
+
+template <int kBits>
+inline void unpack_key_bits(const PackedBody& b, const uint8_t* record, const uint8_t* positive, float* out) {
   const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record + b.record.key_pairs);
-  const uint8_t* positive = signs.row(b, slot);
   const int groups = b.key_groups();
   float pair[16];
   for (int g = 0; g < groups; ++g) {
@@ -137,12 +149,18 @@ inline void unpack_key(const PackedBody& b, BlockSigns& signs, int slot, float* 
     if (g % 8 == 0) store(pair, load(pairs + 2 * g));
     const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
     Vec level[2];
-    levels(record + 8 * g, zero_point, scale, level);
+    numbers_of<kBits>(record + 4 * kBits * g, zero_point, scale, level);
     uint32_t bits;
     std::memcpy(&bits, positive + 4 * g, 4);
     store(out + 32 * g, with_signs(level[0], bits & 0xffff));
     store(out + 32 * g + 16, with_signs(level[1], bits >> 16));
   }
+}
+
+// One token's key without its mean, still transformed: [key_groups * 32] numbers, those from key_dim on without meaning.
+inline void unpack_key(const PackedBody& b, BlockSigns& signs, int slot, float* out) {
+  const uint8_t *record = b.payload + int64_t(slot) * int64_t(b.record.bytes), *positive = signs.row(b, slot);
+  b.key_bits == 2 ? unpack_key_bits<2>(b, record, positive, out) : unpack_key_bits<4>(b, record, positive, out);
 }
 
 template <int kBits>
@@ -154,13 +172,7 @@ inline void unpack_value_bits(const PackedBody& b, const uint8_t* record, float*
     if (g % 8 == 0) store(pair, load(pairs + 2 * g));
     const Vec zero_point = splat(pair[g % 8 * 2]), scale = splat(pair[g % 8 * 2 + 1]);
     Vec level[2];
-    const uint8_t* codes = record + b.record.values + 4 * kBits * g;
-    if constexpr (kBits == 2) {
-      levels(codes, zero_point, scale, level);
-    } else {
-      unpack<kBits>(codes, level);
-      for (int half = 0; half < 2; ++half) level[half] = fma(level[half], scale, zero_point);
-    }
+    numbers_of<kBits>(record + b.record.values + 4 * kBits * g, zero_point, scale, level);
     for (int half = 0; half < 2; ++half) store(out + 32 * g + 16 * half, level[half]);
   }
 }

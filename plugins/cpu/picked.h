@@ -60,11 +60,16 @@ __attribute__((always_inline)) inline void fetch_first(const PackedBody& b, cons
   for (int i = 0; i < listed && i < kTile; ++i) b.fetch(slots[i]);
 }
 
-// Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
-inline void order_queries(const float* queries, int rows, int dim, float* out) {
-  for (int i = 0; i < rows * dim; i += 32)
+template <int kBits>
+inline void order_queries_of(const float* queries, int numbers, float* out) {
+  for (int i = 0; i < numbers; i += 32)
 #pragma GCC unroll 32
-    for (int n = 0; n < 32; ++n) out[i + place<2>(n)] = queries[i + n];
+    for (int n = 0; n < 32; ++n) out[i + place<kBits>(n)] = queries[i + n];
+}
+
+// Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
+inline void order_queries(int key_bits, const float* queries, int rows, int dim, float* out) {
+  key_bits == 2 ? order_queries_of<2>(queries, rows * dim, out) : order_queries_of<4>(queries, rows * dim, out);
 }
 
 template <int kBits>
@@ -83,7 +88,7 @@ inline void order_values(int bits, const float* in, int dim, float* out) {
 }
 
 // Scores of R ordered queries [R][dim] against picked tokens: out [R][stride], written in whole vectors.
-template <int R>
+template <int R, int kBits>
 inline void score_heads(const Picked& t, const float* queries, int dim, const float* bias, float* out, int64_t stride, bool first_heads) {
   const PackedBody& b = t.body;
   const int groups = dim / EDGEKV_GROUP, width = int(pair_floats(b.key_dim, b.value_dim));
@@ -106,7 +111,7 @@ inline void score_heads(const Picked& t, const float* queries, int dim, const fl
       }
       for (int g = 0; g < groups; ++g) {
         Vec key[kTokensAtOnce][2];
-        for (int j = 0; j < kTokensAtOnce; ++j) key_group(record[j] + 8 * g, pair[j] + 2 * g, signs[j][g], key[j]);
+        for (int j = 0; j < kTokensAtOnce; ++j) key_group<kBits>(record[j] + 4 * kBits * g, pair[j] + 2 * g, signs[j][g], key[j]);
         for (int half = 0; half < 2; ++half)
           for (int r = 0; r < R; ++r) {
             const Vec q = load(queries + r * dim + 32 * g + 16 * half);
@@ -122,18 +127,23 @@ inline void score_heads(const Picked& t, const float* queries, int dim, const fl
   }
 }
 
-// The same for any number of queries.
-inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
+template <int kBits>
+inline void score_rows(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
   for (int r = 0; r < rows; r += kHeadsAtOnce) {
     const float *q = queries + r * dim, *of_mean = bias + int64_t(r) * t.body.intervals;
     float* to = out + r * stride;
     switch (rows - r) {
-      case 1: score_heads<1>(t, q, dim, of_mean, to, stride, r == 0); break;
-      case 2: score_heads<2>(t, q, dim, of_mean, to, stride, r == 0); break;
-      case 3: score_heads<3>(t, q, dim, of_mean, to, stride, r == 0); break;
-      default: score_heads<4>(t, q, dim, of_mean, to, stride, r == 0);
+      case 1: score_heads<1, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
+      case 2: score_heads<2, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
+      case 3: score_heads<3, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
+      default: score_heads<4, kBits>(t, q, dim, of_mean, to, stride, r == 0);
     }
   }
+}
+
+// The same for any number of queries.
+inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
+  t.body.key_bits == 2 ? score_rows<2>(t, queries, rows, dim, bias, out, stride) : score_rows<4>(t, queries, rows, dim, bias, out, stride);
 }
 
 // Adds the weighted values of picked tokens to G groups of 32 numbers, from group `first` on, of R rows: sums [R][sums_stride] in the order

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/packed_body.h"
+
 namespace {
 
 constexpr int kTokensAtOnce = 1;       // of the sums that are kept in registers while a query is at hand
@@ -29,23 +31,18 @@ inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots,
   }
 }
 
-// A group of a key: magnitudes of 2 bits with zero point and scale pair[0], pair[1], and their signs.
-inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
-  levels(codes, splat(pair[0]), splat(pair[1]), out);
-  out[0] = with_signs(out[0], positive & 0xffff);
-  out[1] = with_signs(out[1], positive >> 16);
-}
-
-// A group of a value.
+// A group of a value: codes with zero point and scale pair[0], pair[1].
 template <int kBits>
 inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
-  const Vec zero_point = splat(pair[0]), scale = splat(pair[1]);
-  if constexpr (kBits == 2) {
-    levels(codes, zero_point, scale, out);
-  } else {
-    unpack<kBits>(codes, out);
-    for (int half = 0; half < 2; ++half) out[half] = fma(out[half], scale, zero_point);
-  }
+  numbers_of<kBits>(codes, splat(pair[0]), splat(pair[1]), out);
+}
+
+// A group of a key: magnitudes in the same way, and their signs.
+template <int kBits>
+inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
+  value_group<kBits>(codes, pair, out);
+  out[0] = with_signs(out[0], positive & 0xffff);
+  out[1] = with_signs(out[1], positive >> 16);
 }
 
 }  // namespace

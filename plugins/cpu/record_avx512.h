@@ -63,21 +63,6 @@ inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots,
   }
 }
 
-inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
-  const __m512i down = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
-  // Bit place^-1(i) and the one 8 above it.
-  const __m512i low = _mm512_setr_epi32(1, 1 << 4, 1 << 16, 1 << 20, 1 << 1, 1 << 5, 1 << 17, 1 << 21, 1 << 2, 1 << 6, 1 << 18, 1 << 22, 1 << 3,
-                                        1 << 7, 1 << 19, 1 << 23);
-  const __m512 level = _mm512_fmadd_ps(_mm512_set1_ps(pair[1]), _mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)), _mm512_set1_ps(pair[0]));
-  int64_t bytes;
-  std::memcpy(&bytes, codes, 8);
-  const __m512i x = _mm512_srlv_epi32(_mm512_set1_epi64(bytes), down), signs = _mm512_set1_epi32(int32_t(positive));
-  const __m512 a = _mm512_permutevar_ps(level, x), b = _mm512_permutevar_ps(level, _mm512_srli_epi32(x, 2));
-  const __m512 sign = _mm512_set1_ps(-0.0f);
-  out[0].v = _mm512_mask_xor_ps(a, _mm512_testn_epi32_mask(signs, low), a, sign);
-  out[1].v = _mm512_mask_xor_ps(b, _mm512_testn_epi32_mask(signs, _mm512_slli_epi32(low, 8)), b, sign);
-}
-
 template <int kBits>
 inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
   const __m512 zero_point = _mm512_set1_ps(pair[0]), scale = _mm512_set1_ps(pair[1]);
@@ -100,6 +85,22 @@ inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
     unpack<8>(codes, code);
     for (int half = 0; half < 2; ++half) out[half].v = _mm512_fmadd_ps(code[half].v, scale, zero_point);
   }
+}
+
+// Magnitudes as value_group hands them over, with their signs.
+template <int kBits>
+inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
+  static_assert(kBits == 2 || kBits == 4);
+  // Bit n where out[0] has number n; that of out[1] is 8 or 16 above it.
+  const __m512i low = kBits == 2 ? _mm512_setr_epi32(1, 1 << 4, 1 << 16, 1 << 20, 1 << 1, 1 << 5, 1 << 17, 1 << 21, 1 << 2, 1 << 6, 1 << 18, 1 << 22,
+                                                     1 << 3, 1 << 7, 1 << 19, 1 << 23)
+                                 : _mm512_setr_epi32(1, 1 << 4, 1 << 8, 1 << 12, 1 << 1, 1 << 5, 1 << 9, 1 << 13, 1 << 2, 1 << 6, 1 << 10, 1 << 14,
+                                                     1 << 3, 1 << 7, 1 << 11, 1 << 15);
+  const __m512i signs = _mm512_set1_epi32(int32_t(positive)), high = _mm512_slli_epi32(low, kBits == 2 ? 8 : 16);
+  const __m512 sign = _mm512_set1_ps(-0.0f);
+  value_group<kBits>(codes, pair, out);
+  out[0].v = _mm512_mask_xor_ps(out[0].v, _mm512_testn_epi32_mask(signs, low), out[0].v, sign);
+  out[1].v = _mm512_mask_xor_ps(out[1].v, _mm512_testn_epi32_mask(signs, high), out[1].v, sign);
 }
 
 }  // namespace

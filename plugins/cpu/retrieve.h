@@ -184,7 +184,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
       hadamard(q, dim);
       for (int d = dim; d < stride; ++d) q[d] = 0;
     }
-    order_queries(turned, r.group, stride, ordered);
+    order_queries(b.key_bits, turned, r.group, stride, ordered);
     for (int at = 0; at < found; at += kTile) {
       const Picked t(b, list + at, found - at < kTile ? found - at : kTile, found - at, tile);
       score_picked(t, ordered, r.group, stride, of_mean, exact + at, sizes.ranked);
@@ -210,7 +210,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
     }
     meta_read += uint64_t(found) * 4 + uint64_t(b.intervals - first) * dim * 2 * r.group;
     index_read += uint64_t(found) * b.sign_bytes();
-    keys_read = uint64_t(found) * 12 * b.key_groups();
+    keys_read = uint64_t(found) * b.key_bytes();
     found = kept;
   }
   // A damaged state may have had scores out of range, and fewer of them above the threshold than it should.

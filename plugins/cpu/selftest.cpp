@@ -289,8 +289,8 @@ void check_packed(const char* isa, const LayerParams& p) {
     expect(slots[0] == slots[1], "chosen slots", retrieve);
     for (size_t i = 0; i < y[0].size(); ++i) worst = std::max(worst, double(std::fabs(y[0][i] - y[1][i])));
   }
-  std::printf("%s: compressed, %d/%d heads of %d/%d, %d-bit values: outputs within %.2g of scalar\n", isa, p.q_heads, p.kv_heads, p.key_dim,
-              p.value_dim, p.value_bits, worst);
+  std::printf("%s: compressed, %d/%d heads of %d/%d, %d-bit magnitudes, %d-bit values: outputs within %.2g of scalar\n", isa, p.q_heads, p.kv_heads, p.key_dim,
+              p.value_dim, p.key_bits, p.value_bits, worst);
   expect(worst < 1e-4, "outputs of a compressed body", worst, 1e-4);
 }
 
@@ -309,7 +309,8 @@ void check_kernels() {
   packed.format = narrow.format = kFormatSelfIndex, packed.intervals = narrow.intervals = 8, packed.value_bits = 2, packed.sinks = 20;
   narrow.key_dim = 40, narrow.value_dim = 24, narrow.value_bits = 8, narrow.softcap = 20.0f;
   for (int i = 1; const char* isa = isa_name(i); ++i)
-    for (const LayerParams& one : {packed, narrow}) check_packed(isa, one);
+    for (LayerParams one : {packed, narrow})
+      for (int bits : {2, 4}) one.key_bits = bits, check_packed(isa, one);
 }
 
 }  // namespace

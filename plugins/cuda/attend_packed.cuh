@@ -173,10 +173,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   }
 
   if (threadIdx.x != 0) return;
-  const unsigned long long key_groups = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP, value_groups = (value_width + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
+  const unsigned long long value_groups = (value_width + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
   auto* traffic = reinterpret_cast<unsigned long long*>(header(s.layer)->traffic);
   atomicAdd(&traffic[kReadBodyIndex], loaded * ((p.key_dim / 4 + 1) / 2));
-  atomicAdd(&traffic[kReadBodyKeys], loaded * 12 * key_groups);
+  atomicAdd(&traffic[kReadBodyKeys], loaded * key_bytes(p));
   atomicAdd(&traffic[kReadBodyValues], loaded * 4 * (p.value_bits + 1) * value_groups);
   atomicAdd(&traffic[kReadBodyMeta], loaded * 4);
 }

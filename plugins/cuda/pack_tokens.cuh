@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) pack_tokens(const Compaction c) {
   }
   unsigned char* record = c.records + at * layout.bytes;
   for (int first = 0, g = 0; first < dim; first += EDGEKV_GROUP, ++g)
-    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), 2, true, lane, record + 8 * g,
+    quantise_group(fabsf(x[first + lane < dim ? first + lane : dim - 1]), p.key_bits, true, lane, record + 4 * p.key_bits * g,
                    reinterpret_cast<__half*>(record + layout.key_pairs) + 2 * g);
   const Elem* value = plane<Elem>(c.layer, c.layer.at.tail_v) + (size_t(kv_head) * p.tail_slots + slot) * p.value_dim;
   for (int d = lane; d < p.value_dim; d += 32) y[d] = to_float(value[d]);

@@ -17,7 +17,7 @@ struct PackedBody {
   const unsigned char *index, *payload;
   const __half* mean;
   RecordLayout record;
-  int key_dim, value_dim, value_bits;
+  int key_dim, value_dim, key_bits, value_bits;
   int interval, intervals;  // tokens per boundary interval; intervals so far, each with a mean key
 };
 
@@ -27,7 +27,7 @@ EDGEKV_DEVICE PackedBody packed_body(const Layer& l, int head, int tail_base) {
           plane<unsigned char>(l, l.at.index) + size_t(head) * (p.body_slots / EDGEKV_INDEX_TOKENS) * (p.key_dim / 4) * 16,
           plane<unsigned char>(l, l.at.payload) + size_t(head) * p.body_slots * l.record.bytes,
           plane<__half>(l, l.at.mean) + size_t(head) * p.intervals * p.key_dim,
-          l.record, p.key_dim, p.value_dim, p.value_bits, p.tail_slots, tail_base / p.tail_slots};
+          l.record, p.key_dim, p.value_dim, p.key_bits, p.value_bits, p.tail_slots, tail_base / p.tail_slots};
 }
 
 // Which mean key a position's token was coded against; in range whatever a damaged state holds.
@@ -41,19 +41,27 @@ EDGEKV_DEVICE unsigned sign_code(const PackedBody& b, int slot, int group) {
   return slot % EDGEKV_INDEX_TOKENS >= 16 ? byte >> 4 : byte & 15u;
 }
 
-// Numbers 8 i + 4 word + c (i, c = 0..3) of a group of 32 of a token's key without its mean, still transformed: out[4 i + c]. Those
-// from key_dim on have no meaning.
-EDGEKV_DEVICE void unpack_key(const PackedBody& b, int slot, int group, int word, float (&out)[16]) {
+// Bytes of a token's magnitudes with their pairs.
+EDGEKV_HOST_DEVICE unsigned long long key_bytes(const LayerParams& p) {
+  return 4ull * (p.key_bits + 1) * ((p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP);
+}
+
+// Numbers 8 i + 4 part + c (i, c = 0..3) of a group of 32 of a token's key without its mean, still transformed: out[4 i + c], part 0 or 1.
+// Those from key_dim on have no meaning.
+EDGEKV_DEVICE void unpack_key(const PackedBody& b, int slot, int group, int part, float (&out)[16]) {
   const unsigned char* record = b.payload + size_t(slot) * b.record.bytes;
-  const unsigned levels = *reinterpret_cast<const unsigned*>(record + 8 * group + 4 * word);
+  const unsigned* words = reinterpret_cast<const unsigned*>(record + 4 * b.key_bits * group) + part;
+  const bool wide = b.key_bits == 4;  // then a word has numbers 4 part + c and 16 + 4 part + c, the next but one those 8 above
+  const unsigned first = words[0], second = wide ? words[2] : first >> 2, mask = wide ? 15u : 3u;
   const float2 pair = load_pair(reinterpret_cast<const __half*>(record + b.record.key_pairs + 4 * group));
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int signs = 8 * group + 2 * i + word;  // their code
+    const int signs = 8 * group + 2 * i + part;  // their code
+    const unsigned levels = (i % 2 ? second : first) >> i / 2 * 4;
     const unsigned code = signs < b.key_dim / 4 ? sign_code(b, slot, signs) : 0u;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float x = fmaf(pair.y, float(levels >> (8 * c + 2 * i) & 3u), pair.x);
+      const float x = fmaf(pair.y, float(levels >> 8 * c & mask), pair.x);
       out[4 * i + c] = code >> c & 1u ? x : -x;
     }
   }

@@ -70,7 +70,7 @@ EDGEKV_DEVICE void count_retrieval(const Retrieval& r, const PackedBody& b, cons
   const unsigned long long scanned = (c.hi + 31) / 32 - c.lo / 32, found = ranks_again(c) ? c.picked : 0;
   auto* traffic = reinterpret_cast<unsigned long long*>(header(r.s.layer)->traffic);
   atomicAdd(&traffic[kReadBodyIndex], scanned * (dim / 4) * 16 + found * ((dim / 4 + 1) / 2));
-  atomicAdd(&traffic[kReadBodyKeys], found * 12 * ((dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP));
+  atomicAdd(&traffic[kReadBodyKeys], found * key_bytes(p));
   atomicAdd(&traffic[kReadBodyMeta], visible * 4 + dim * 64 + means + (found ? found * 4 + means * (p.q_heads / p.kv_heads) : 0));
 }
 

@@ -25,7 +25,7 @@
 //   tail_z      elem  [tail_slots/16][latent][16]      what the body will hold of the tail's keys (latent)
 //   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy by attention only)
 //
-// A record of a selfindex body is, back to back: key magnitudes (8 bytes per 32 numbers, 2 bits each), value codes (4 * value_bits
+// A record of a selfindex body is, back to back: key magnitudes (4 * key_bits bytes per 32 numbers), value codes (4 * value_bits
 // bytes per 32 numbers), then the fp16 pairs (zero point, scale) of the key's and of the value's groups of 32, padded to 16 bytes.
 // Bits b i .. b i + b - 1 of byte j of a group's 4 b bytes hold number 4 b i + j. docs/self_index.md says what the numbers mean.
 //
@@ -37,7 +37,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define EDGEKV_LAYOUT_VERSION 4
+#define EDGEKV_LAYOUT_VERSION 5
 #define EDGEKV_STATE_MAGIC 0x31564B45u  // "EKV1", little endian
 #define EDGEKV_LANES 16                 // tokens interleaved in a key block
 #define EDGEKV_INDEX_TOKENS 32          // tokens side by side in the index plane
@@ -117,7 +117,7 @@ struct RecordLayout {
 inline RecordLayout record_layout(const LayerParams& p) {
   const size_t keys = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP, values = (p.value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
   RecordLayout r;
-  r.values = 8 * keys;
+  r.values = 4 * p.key_bits * keys;
   r.key_pairs = r.values + 4 * p.value_bits * values;
   r.value_pairs = r.key_pairs + 4 * keys;
   r.bytes = (r.value_pairs + 4 * values + 15) / 16 * 16;
@@ -170,6 +170,7 @@ inline const char* check_params(const LayerParams& p) {
   if (packed) {
     if (p.key_dim % 4) return "key_dim must be a multiple of 4";
     if (p.body_slots % EDGEKV_INDEX_TOKENS) return "body_slots must be a multiple of 32";
+    if (p.key_bits != 2 && p.key_bits != 4) return "key_bits must be 2 or 4";
     if (p.value_bits != 2 && p.value_bits != 4 && p.value_bits != 8) return "value_bits must be 2, 4 or 8";
     if (p.intervals < 1 || p.intervals > (1 << 20)) return "intervals must be between 1 and 1048576";
     if (p.positions != kPositionsOriginal) return "positions must be 0 (original): compressed keys cannot be turned";

@@ -41,7 +41,7 @@ def test_every_compressed_layer_has_a_node_that_chooses(source, tmp_path):
 
 def test_a_dense_cache_again_has_none(source, tmp_path):
     packed = replan(source, tmp_path / "packed", PACKED, None, check_parity=False)
-    again = replan(packed, tmp_path / "again", CachePolicy(format="selfindex", boundary=64, value_bits=2), None, check_parity=False)
+    again = replan(packed, tmp_path / "again", CachePolicy(format="selfindex", boundary=64, key_bits=4), None, check_parity=False)
     assert len(nodes(again)["SignVQRetrieval"]) == 2 and len(nodes(again)["BoundedCacheAttention"][0].input) == 8
     dense = replan(again, tmp_path / "dense", CachePolicy(element="fp32", boundary=32), parse_budget("256tok"), check_parity=False)
     found = nodes(dense)
@@ -50,12 +50,13 @@ def test_a_dense_cache_again_has_none(source, tmp_path):
 
 
 def test_what_the_manifest_says(source, tmp_path):
-    policy = CachePolicy(keep="heavy", format="selfindex", value_bits=2, retrieve="96", boundary=32, observe=8)
+    policy = CachePolicy(keep="heavy", format="selfindex", key_bits=4, value_bits=2, retrieve="96", boundary=32, observe=8)
     made = replan(source, tmp_path / "packed", policy, parse_budget("300tok"), check_parity=False)
     params, stored = made.layers[0]["params"], made.manifest["policy"]
-    assert stored["retrieve"] == "96" and stored["rerank"] == 2 and stored["value_bits"] == 2 and stored["sinks"] == 64
-    assert params["body_slots"] == 192 and params["sinks"] == 64  # with the tail 288 of 300 tokens: a block of 32 more does not fit
+    assert stored["retrieve"] == "96" and stored["rerank"] == 2 and (stored["key_bits"], stored["value_bits"]) == (4, 2) and stored["sinks"] == 64
+    assert (params["key_bits"], params["value_bits"]) == (4, 2) and params["body_slots"] == 192 and params["sinks"] == 64  # with the tail 288 of 300 tokens: a block of 32 more does not fit
     assert made.manifest["parity"] is None and made.first_eviction == 288 and made.first_loss == 32 and made.capacity == 1024
+    assert "5-bit keys that are their own index, 2-bit values" in stored["words"]
     assert "96 compressed tokens" in stored["words"] and "the first 64 tokens" in stored["words"]
 
 
@@ -88,13 +89,26 @@ def test_inspect_itemises_every_plane(source, tmp_path):
     assert sum(size for name, size in owners.items() if name.startswith("kv ")) == made.arena_bytes
     assert owners["kv index"] == planes["index"] and owners["kv sinks"] == planes["sink_k"] + planes["sink_v"]
     words = run("inspect", made.folder).output
-    for part in ("codebook", "4-bit values", "7.5% of the compressed tokens", "bytes per token and kv head"):
+    for part in ("codebook", "3-bit keys, 4-bit values", "7.5% of the compressed tokens", "bytes per token and kv head"):
         assert part in " ".join(words.split())
+
+
+def test_a_manifest_that_says_nothing_of_key_bits_means_two(tmp_path):
+    def older(manifest):
+        del manifest["policy"]["key_bits"]
+        for layer in manifest["layers"]:
+            del layer["params"]["key_bits"]
+
+    made = tiny_bundle.make(tmp_path / "b", keep="full", kept=96, cache="selfindex", key_bits=2, change=older)
+    words = " ".join(run("inspect", made.folder).output.split())
+    assert "3-bit keys that are their own index" in words and "token and kv head, 3-bit keys" in words
+    assert run("run", made.folder, "-p", "x" * 60, "-n", "2", "--threads", "1").exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--key-bits", "4"], "key bits belongs to cache 'selfindex'"),
         (["--value-bits", "4"], "value bits belongs to cache 'selfindex'"),
         (["--retrieve", "96"], "retrieve belongs to cache 'selfindex'"),
         (["--cache", "selfindex", "--retrieve", "none"], "takes a number of tokens"),

@@ -10,9 +10,9 @@ from edgekv.reference.self_index import SelfIndexCache
 SHAPES = {
     "full": {"keep": 0, "body_slots": 512},
     "window": {"keep": 1, "body_slots": 192, "sinks": 20},
-    "no-sinks": {"keep": 0, "body_slots": 512, "sinks": 0, "value_bits": 2},
+    "no-sinks": {"keep": 0, "body_slots": 512, "sinks": 0, "key_bits": 4, "value_bits": 2},
     "sliding": {"keep": 1, "body_slots": 224, "sinks": 0, "sliding_window": 210},
-    "odd-heads": {"keep": 0, "body_slots": 512, "key_dim": 44, "value_dim": 20, "value_bits": 8, "q_heads": 7, "kv_heads": 1},
+    "odd-heads": {"keep": 0, "body_slots": 512, "key_dim": 44, "value_dim": 20, "key_bits": 4, "value_bits": 8, "q_heads": 7, "kv_heads": 1},
 }
 
 

@@ -18,7 +18,7 @@ def planned(**fields):
 
 
 def test_the_arena_by_owner_is_the_arena():
-    made = planned(format="selfindex", value_bits=2)
+    made = planned(format="selfindex", key_bits=2, value_bits=2)
     owners = planner.arena_by_owner(made.layers)
     assert sum(owners.values()) == made.arena_bytes and "KV body" not in owners
     body = sum(made.body_slots) * 3
@@ -48,7 +48,7 @@ def test_fit_compresses_all_before_it_drops_any():
     assert fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed)).plan.policy.format == "dense"
     choice = fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed - (100 << 20)))
     assert (choice.plan.policy.keep, choice.plan.policy.format, choice.plan.policy.value_bits) == ("full", "selfindex", 4)
-    assert "--cache selfindex --value-bits 4" in choice.command("model", s)
+    assert "--cache selfindex --key-bits 2 --value-bits 4" in choice.command("model", s)
     smaller = fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed - (132 << 20)))
     assert smaller.plan.policy.value_bits == 2 and smaller.plan.arena_bytes < choice.plan.arena_bytes
 

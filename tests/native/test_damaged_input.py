@@ -47,7 +47,7 @@ PARAMS = [
     make_params(body=48, tail=16), make_params("window", 32, 16, "fp16", "cache", sinks=5, rotary_dim=6),
     make_params("heavy", 48, 32, sinks=3, window=9, observe=11, score_normalise=1, sliding_window=20),
     make_params("full", 96, 16, "fp16", format=1, intervals=7, sinks=5, key_dim=32, value_dim=40, sliding_window=30),
-    make_params("window", 32, 16, format=1, intervals=64, value_bits=2, key_dim=12, softcap=3.0),
+    make_params("window", 32, 16, format=1, intervals=64, key_bits=4, value_bits=2, key_dim=12, softcap=3.0),
 ]  # fmt: skip
 
 

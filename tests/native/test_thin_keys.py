@@ -87,12 +87,12 @@ def test_steps_equal_the_oracle(params, n, block, seed):
     Lockstep(params, text).feed(text, n, block)
 
 
-@given(st.sampled_from([4, 12, 32]), st.integers(0, 5))
+@given(st.sampled_from([4, 12, 32]), st.sampled_from([2, 4]), st.integers(0, 5))
 @settings(max_examples=15)
-def test_a_compressed_body_of_thin_keys_is_searched_as_the_oracle_does(thin, seed):
+def test_a_compressed_body_of_thin_keys_is_searched_as_the_oracle_does(thin, key_bits, seed):
     params = make_params(
         "full", 128, 32, "fp16", q_heads=4, kv_heads=2, head_dim=32, key_dim=thin, value_dim=32, sinks=16, format=layout.FORMATS["selfindex"],
-        value_bits=4, intervals=8, rotary_dim=32, fused_rotary=1,
+        key_bits=key_bits, value_bits=4, intervals=8, rotary_dim=32, fused_rotary=1,
     )  # fmt: skip
     n = 150
     text = Given(params, n, seed)

@@ -142,6 +142,7 @@ def test_bytes_per_token_are_those_published():
     assert layout.token_bytes(shape) == 112
     assert layout.token_bytes(shape | {"key_dim": 64, "value_dim": 64}) == 56
     assert layout.token_bytes(shape | {"key_dim": 64, "value_dim": 64, "value_bits": 4}) == 72
+    assert layout.token_bytes(shape | {"key_dim": 64, "value_dim": 64, "key_bits": 4}) == 72
 
 
 def test_the_index_plane_holds_32_tokens_side_by_side():
@@ -153,10 +154,10 @@ def test_the_index_plane_holds_32_tokens_side_by_side():
     assert not plane[:, 2, :, 6:].any()
 
 
-@given(st.sampled_from(["full", "window", "heavy"]), st.sampled_from([2, 4, 8]), st.integers(0, 70), st.sampled_from([32, 64, 80]))
+@given(st.sampled_from(["full", "window", "heavy"]), st.sampled_from([2, 4]), st.sampled_from([2, 4, 8]), st.integers(0, 70), st.sampled_from([32, 64, 80]))
 @settings(max_examples=30)
-def test_planes_cover_the_block_without_overlap(keep, bits, sinks, dim):
-    cache = make(keep, value_bits=bits, sinks=sinks, key_dim=dim, value_dim=dim - 8, observe=8 if keep == "heavy" else 0)
+def test_planes_cover_the_block_without_overlap(keep, key_bits, bits, sinks, dim):
+    cache = make(keep, key_bits=key_bits, value_bits=bits, sinks=sinks, key_dim=dim, value_dim=dim - 8, observe=8 if keep == "heavy" else 0)
     items = layout.itemised_bytes(cache.params)
     assert 0 <= len(cache.block) - sum(items.values()) < 256
     cache.block[:] = 0
@@ -168,17 +169,18 @@ def test_planes_cover_the_block_without_overlap(keep, bits, sinks, dim):
 # ---- the cache
 
 
+@pytest.mark.parametrize(("key_bits", "key_error"), [(2, 0.25), (4, 0.05)])
 @pytest.mark.parametrize(("bits", "tolerance"), [(2, 0.35), (4, 0.09), (8, 0.01)])
-def test_attending_to_everything_is_softmax_over_what_was_stored(bits, tolerance):
+def test_attending_to_everything_is_softmax_over_what_was_stored(bits, tolerance, key_bits, key_error):
     """Nothing but quantisation stands between this and full attention: outputs are plain softmax over dequantised tokens, and
     those differ from the true ones by the quantiser's error."""
-    cache = make(value_bits=bits, element="fp32", sinks=5)
+    cache = make(key_bits=key_bits, value_bits=bits, element="fp32", sinks=5)
     text = Text(cache.params, 140)
     feed(cache, text, 139)
     keys, values, where = cache.everything(11)
     y = feed(cache, text, 1, 139)[0]
     assert (where == np.arange(139)).all()
-    for got, true, error in ((keys, text.k, 0.25), (values, text.v, tolerance)):
+    for got, true, error in ((keys, text.k, key_error), (values, text.v, tolerance)):
         true = true[:139].transpose(1, 0, 2)
         np.testing.assert_array_equal(got[:, :5], true[:, :5])
         np.testing.assert_array_equal(got[:, 128:], true[:, 128:])
@@ -299,6 +301,8 @@ def test_misuse_is_refused():
         make(body=48)
     with pytest.raises(UserError, match="value_bits"):
         make(value_bits=3)
+    with pytest.raises(UserError, match="key_bits"):
+        make(key_bits=8)
     cache = make(body=32, sinks=0)
     with pytest.raises(CacheFullError):
         feed(cache, Text(cache.params, 48), 48)

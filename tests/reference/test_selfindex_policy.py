@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.budget import Budget
+from edgekv.cache_policy import DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS
 from edgekv.errors import UserError
 from edgekv.layout import FORMATS, KEEPS, LANES, bytes_by_owner, held_tokens, state_bytes
 from edgekv.policy import CachePolicy, LayerGeometry, layer_body_slots, layer_params, plan, round_up
@@ -26,6 +27,7 @@ policies = st.builds(
     element=st.sampled_from(["fp16", "fp32"]),
     boundary=st.sampled_from([None, 32, 64, 256]),
     format=st.just("selfindex"),
+    key_bits=st.sampled_from([None, 2, 4]),
     value_bits=st.sampled_from([None, 2, 4, 8]),
 ) | st.builds(
     CachePolicy,
@@ -82,7 +84,7 @@ def test_every_layer_stores_what_the_policy_says(policy):
     made = plan(policy, MODEL, None if policy.keep == "full" else Budget(tokens=1024), CONTEXT)
     wide, odd, local, far = made.layers
     for p in (wide, odd):
-        assert p["format"] == FORMATS["selfindex"] and p["body_slots"] % 32 == 0 and p["value_bits"] == (policy.value_bits or 4)
+        assert p["format"] == FORMATS["selfindex"] and p["body_slots"] % 32 == 0 and (p["key_bits"], p["value_bits"]) == (policy.key_bits or DEFAULT_KEY_BITS, policy.value_bits or DEFAULT_VALUE_BITS)
         assert p["intervals"] == round_up(CONTEXT, made.boundary) // made.boundary
         assert p["keep"] == KEEPS[policy.keep] and p["sinks"] == (64 if policy.sinks is None and policy.keep != "heavy" else p["sinks"])
     if policy.keep == "full":  # every token of the context has a place, in every layer
@@ -108,6 +110,8 @@ def test_a_full_cache_of_a_short_context_serves_short_windows_too():
     ("fields", "words"),
     [
         ({"positions": "cache", "keep": "window"}, "compressed keys cannot be turned"),
+        ({"key_bits": 3}, "key bits must be 2 or 4, not 3"),
+        ({"key_bits": 8}, "key bits must be 2 or 4"),
         ({"value_bits": 3}, "value bits must be 2, 4 or 8"),
         ({"value_bits": True}, "value bits must be 2, 4 or 8"),
         ({"retrieve": "0"}, "takes a number of tokens"),
@@ -123,7 +127,7 @@ def test_what_makes_no_sense_is_refused(fields, words):
         CachePolicy(**{"format": "selfindex", **fields})
 
 
-@pytest.mark.parametrize("option", [{"value_bits": 4}, {"retrieve": "7.5%"}, {"rerank": 2}])
+@pytest.mark.parametrize("option", [{"key_bits": 4}, {"value_bits": 4}, {"retrieve": "7.5%"}, {"rerank": 2}])
 def test_options_of_a_compressed_cache_are_refused_for_a_dense_one(option):
     with pytest.raises(UserError, match="belongs to cache 'selfindex'"):
         CachePolicy(**option)

@@ -27,8 +27,8 @@ KEEPS = {
     "full": {"keep": "full", "kept": 480, "context": 512},
     "window": {"keep": "window", "kept": 96},
     "heavy": {"keep": "heavy", "kept": 96},
-    "heavy-8-bit": {"keep": "heavy", "score": "keys", "kept": 64, "value_bits": 8, "boundary": 64, "chunk": 64},
-    "window-2-bit-fp32": {"keep": "window", "kept": 64, "value_bits": 2, "element": "fp32", "sinks": 0},
+    "heavy-8-bit": {"keep": "heavy", "score": "keys", "kept": 64, "key_bits": 2, "value_bits": 8, "boundary": 64, "chunk": 64},
+    "window-2-bit-fp32": {"keep": "window", "kept": 64, "key_bits": 2, "value_bits": 2, "element": "fp32", "sinks": 0},
     "sliding": {"keep": "window", "kept": 96, "sliding_window": 70},
 }
 

@@ -46,20 +46,20 @@ def test_a_step_equals_the_oracle(library, params, n, rows, retrieve, rerank, or
 
 
 GEOMETRIES = [
-    # q_heads, kv_heads, key_dim, value_dim, value_bits
-    (9, 3, 64, 64, 2),  # SmolLM2
-    (8, 2, 128, 128, 4),  # Llama, Qwen
-    (4, 1, 256, 256, 8),  # Gemma
-    (20, 1, 96, 33, 4),
-    (2, 2, 20, 320, 2),
-    (2, 1, 576, 512, 4),
+    # q_heads, kv_heads, key_dim, value_dim, key_bits, value_bits
+    (9, 3, 64, 64, 4, 2),  # SmolLM2
+    (8, 2, 128, 128, 2, 4),  # Llama, Qwen
+    (4, 1, 256, 256, 2, 8),  # Gemma
+    (20, 1, 96, 33, 4, 4),
+    (2, 2, 20, 320, 4, 2),
+    (2, 1, 576, 512, 2, 4),
 ]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize(("rows", "retrieve"), [(1, 0), (1, 37), (5, 37), (30, 0)])
 def test_geometries(emulated, geometry, rows, retrieve):
-    names = ("q_heads", "kv_heads", "key_dim", "value_dim", "value_bits")
+    names = ("q_heads", "kv_heads", "key_dim", "value_dim", "key_bits", "value_bits")
     params = make_params("full", 384, 32, "fp16", format=1, intervals=16, sinks=20, **dict(zip(names, geometry)))
     params["scale"] = geometry[2] ** -0.5
     cache, text, ours = prepared(emulated, params, 32 * 11 + 2, retrieve=retrieve, rerank=2)
@@ -148,7 +148,7 @@ def test_what_lies_beyond_the_committed_rows_never_matters(emulated):
 @pytest.mark.parametrize(("rows", "retrieve"), [(1, 0), (3, 0), (20, 0), (1, 40), (3, 40)])
 def test_the_cpu_kernels_agree(emulated, rows, retrieve):
     """The same answers, and the same bytes of records where each is read once. float16 activations lose what they must."""
-    params = make_params("full", 320, 32, "fp16", format=1, intervals=64, key_dim=64, value_dim=64, value_bits=2, sinks=4, q_heads=3, kv_heads=1)
+    params = make_params("full", 320, 32, "fp16", format=1, intervals=64, key_dim=64, value_dim=64, key_bits=4, value_bits=2, sinks=4, q_heads=3, kv_heads=1)
     cache, text, ours = prepared(emulated, params, 32 * 9, retrieve=retrieve, rerank=4)
     cpu, state = native.LayerParams(**params), native.aligned_bytes(len(cache.block))
     state[:] = cache.block

@@ -21,7 +21,7 @@ PACKED = {"keep": "full", "kept": 128, "context": 512, "sinks": 12, "cache": "se
 
 
 @pytest.mark.parametrize(
-    "how", [{"keep": "full"}, {"keep": "window"}, {"keep": "heavy", "element": "fp32"}, PACKED, PACKED | {"keep": "heavy", "value_bits": 2}], ids=str
+    "how", [{"keep": "full"}, {"keep": "window"}, {"keep": "heavy", "element": "fp32"}, PACKED, PACKED | {"keep": "heavy", "key_bits": 2, "value_bits": 4}], ids=str
 )
 def test_cpu_and_cuda_kernels_agree_with_the_reference(tmp_path, library, how):  # noqa: F811
     bundle = make(tmp_path / "bundle", **how)

@@ -58,7 +58,7 @@ class SelfIndexCache:
         p = self.params
         *ends, size = np.cumsum(layout.record_parts(p))
         magnitude, value, key_pairs, value_pairs = np.split(self.state.payload[:, : self.count, :size], ends, axis=-1)
-        magnitude = dequantise(unpack(magnitude, 2), _as_pairs(key_pairs), p["key_dim"])
+        magnitude = dequantise(unpack(magnitude, p["key_bits"]), _as_pairs(key_pairs), p["key_dim"])
         value = dequantise(unpack(value, p["value_bits"]), _as_pairs(value_pairs), p["value_dim"])
         keys = hadamard(signs.signs_of(self.codes()) * magnitude) + self._means_of_slots()
         return keys, hadamard(value)
@@ -182,10 +182,10 @@ class SelfIndexCache:
         codes = signs.sign_codes(spread)
         for head in range(p["kv_heads"]):
             signs.learn(s.codebook[head], s.code_seen[head], spread[head], codes[head])
-        magnitude, key_pairs = quantise(np.abs(spread), 2)
+        magnitude, key_pairs = quantise(np.abs(spread), p["key_bits"])
         key_pairs = unbiased(np.abs(spread), magnitude, key_pairs)
         value, value_pairs = quantise(hadamard(values), p["value_bits"])
-        parts = [pack(magnitude, 2), pack(value, p["value_bits"]), _as_bytes(key_pairs), _as_bytes(value_pairs)]
+        parts = [pack(magnitude, p["key_bits"]), pack(value, p["value_bits"]), _as_bytes(key_pairs), _as_bytes(value_pairs)]
         records = np.concatenate(parts, axis=-1)
         return codes, np.pad(records, ((0, 0), (0, 0), (0, layout.record_bytes(p) - records.shape[-1])))
 
