@@ -88,7 +88,6 @@ def make_model(
     teacher = trainable.ThinModel(trainable.twin(plain, names), None)
     teacher.requires_grad_(False)
     student = _student(plain, names, start)
-    before = _measure(teacher, student, corpus, accelerator, say)
 
     def learn(what: str, thin: trainable.ThinModel, file: str) -> bool:
         return train.train(
@@ -110,6 +109,8 @@ def make_model(
     figures = None
     if main:
         say("measuring", None, None)
+        device, untrained = accelerator.device, trainable.ThinModel(teacher.model, start)  # once, however often the run was stopped
+        before = {name: train.perplexity(thin.to(device), corpus.validation, device) for name, thin in (("full", teacher), ("before", untrained))}
         figures = _finish(source, student, names, corpus, accelerator, target, work, options, before, control)
     accelerator.wait_for_everyone()
     return figures if main else {}
@@ -147,13 +148,6 @@ def _start(
         fresh.rename(folder)
     accelerator.wait_for_everyone()
     return maps.load(folder)
-
-
-def _measure(teacher: trainable.ThinModel, student: trainable.ThinModel, corpus: train.Corpus, accelerator: Any, say: Report) -> dict[str, float]:
-    if not accelerator.is_main_process:
-        return {}
-    say("measuring", None, None)
-    return {"full": train.perplexity(teacher, corpus.validation), "before": train.perplexity(student, corpus.validation)}
 
 
 def _finish(
