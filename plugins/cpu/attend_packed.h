@@ -5,7 +5,6 @@
 #pragma once
 #include "cpu/attend.h"
 #include "cpu/packed_queries.h"
-#include "cpu/picked.h"
 
 namespace {
 
@@ -71,31 +70,6 @@ inline void attend_whole(const Step& s, const PackedBody& b, int head, int first
     attend_tile<float>({keys, values, p.key_dim, p.value_dim, value_stride, size, p.softcap, true}, seen, at, count, queries, partial);
   }
   count_packed(s, b, tokens, means);
-}
-
-template <int R>
-inline void add_chosen(int rows, const float* values, int value_stride, int dims, int count, const float* weights, float* sums, int stride) {
-  if constexpr (R > 1) {
-    if (rows < R) return add_chosen<R - 1>(rows, values, value_stride, dims, count, weights, sums, stride);
-  }
-  Ahead nothing_ahead = {nullptr, nullptr};
-  add_value_tile<float, R, vectors_for(R)>(values, value_stride, dims, 0, count, count, nullptr, weights, sums, stride, nothing_ahead);
-}
-
-// Adds the weighted values of picked tokens to sums [rows][stride], weights [rows][kTile]; values: room for a tile of them.
-inline void add_values_of(const Picked& t, int rows, const float* weights, float* sums, int stride, float* values) {
-  if constexpr (kSumsInRegisters) {
-    switch (t.body.value_bits) {
-      case 2: return add_picked_rows<2>(t, rows, weights, sums, stride);
-      case 4: return add_picked_rows<4>(t, rows, weights, sums, stride);
-      default: return add_picked_rows<8>(t, rows, weights, sums, stride);
-    }
-  }
-  const int value_stride = packed_stride(t.body.value_dim);
-  for (int i = 0; i < t.count; ++i) unpack_value(t.body, t.slots[i], values + i * value_stride);
-  for (int r = 0; r < rows; r += kRowBlock)
-    add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, value_stride, t.count, weights + r * kTile,
-                          sums + int64_t(r) * stride, stride);
 }
 
 // The rows of one token: `rows` of them from `row` of the kv head on.

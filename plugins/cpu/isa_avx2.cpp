@@ -3,10 +3,10 @@
 #include "cpu/simd_avx2.h"
 #include "cpu/vecmath.h"
 #include "cpu/lookup_avx2.h"
-#include "cpu/record_any.h"
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"
+#include "cpu/picked_avx2.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"

@@ -7,6 +7,7 @@
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"
+#include "cpu/picked.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"

@@ -69,8 +69,11 @@ static inline int partial_stride(int value_dim) { return partial_width(value_dim
 // Floats of a token's (zero point, scale) of each group of 32 numbers of its key and then of its value, in whole vectors.
 static inline int64_t pair_floats(int key_dim, int value_dim) { return ((key_dim + 31) / 32 + (value_dim + 31) / 32 + 7) / 8 * 16; }
 
-// Floats that a tile of picked tokens needs beside its records (picked.h): pairs, signs and interval.
-static inline int64_t picked_floats(int key_dim, int value_dim) { return kTile * (pair_floats(key_dim, value_dim) + (key_dim + 31) / 32 + 1); }
+// Floats that a tile of picked tokens needs (picked.h, picked_avx2.h): codes, levels or pairs, signs and interval.
+static inline int64_t picked_floats(int key_dim, int value_dim) {
+  const int64_t keys = (key_dim + 31) / 32, values = (value_dim + 31) / 32;
+  return kTile * (keys * (4 + 4) + values * (4 + 8) + keys + 1 + 16);
+}
 
 // Floats that hold one tile of a compressed body while rows attend to it, or one of picked tokens with queries, scores and sums of rows.
 static inline int64_t unpacked_floats(const LayerParams& p) {

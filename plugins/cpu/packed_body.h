@@ -40,6 +40,11 @@ struct PackedBody {
     __builtin_prefetch(at, 0, 2);
     __builtin_prefetch(at + record.bytes - 1, 0, 2);
   }
+  // Asks for the codes of a slot's block.
+  __attribute__((always_inline)) void fetch_codes(int slot) const {
+    const uint8_t* at = codes(slot);
+    for (int i = 0; i < 4 * key_dim; i += 64) __builtin_prefetch(at + i, 0, 3);
+  }
   // Which mean key a position's token was coded against; in range whatever a damaged state holds.
   int interval_of(int32_t position) const {
     const int i = position / interval;

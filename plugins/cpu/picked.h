@@ -2,7 +2,7 @@
 // read straight into registers; the query heads of a kv head, four at a time, meet a key where it is unpacked.
 #pragma once
 #include "cpu/attend_tile.h"
-#include "cpu/packed_body.h"
+#include "cpu/picked_slots.h"
 
 namespace {
 
@@ -13,28 +13,16 @@ constexpr int kHeadsAtOnce = 4;
 
 // What up to kTile picked tokens need before their records are read: 4 bytes of signs per key group, pairs in single precision, the
 // interval. It is kept in `memory`, which has picked_floats().
-struct Picked {
-  const PackedBody& body;
-  const int32_t* slots;
-  int count, listed;  // tokens in this tile, and in this and those that follow it
+struct Picked : PickedSlots {
   uint32_t* signs;
   float* pairs;
   int32_t* interval;
 
   Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
-      : body(b), slots(slots), count(count), listed(listed), signs(reinterpret_cast<uint32_t*>(memory)),
-        pairs(memory + kTile * b.key_groups()), interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
+      : PickedSlots{b, slots, count, listed}, signs(reinterpret_cast<uint32_t*>(memory)), pairs(memory + kTile * b.key_groups()),
+        interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
     const int width = int(pair_floats(b.key_dim, b.value_dim));
-    IntervalCursor cursor;
-    for (int i = 0; i < count; i += kLanes) {
-      const int end = i + kLanes < count ? i + kLanes : count;
-      const int of_first = cursor.at(b, slots[i]);
-      // Positions ascend with slots.
-      if (cursor.holds(b, slots[end - 1]))
-        for (int j = i; j < end; ++j) interval[j] = of_first;
-      else
-        for (int j = i; j < end; ++j) interval[j] = cursor.at(b, slots[j]);
-    }
+    find_intervals(interval);
     gather_signs(b.index, b.key_dim / 4, slots, count, reinterpret_cast<uint8_t*>(signs), 4 * b.key_groups());
     for (int i = 0; i < count; ++i) {
       // What is read behind the last pair of a record is the next record or the next plane.
@@ -42,23 +30,7 @@ struct Picked {
       for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, load(from + n));
     }
   }
-
-  const uint8_t* record(int i) const { return body.payload + int64_t(slots[i]) * int64_t(body.record.bytes); }
-
-  // Asks for the record of token i of the next tile, and for the positions that will be looked at: tokens are picked here and there, where
-  // no processor foresees them.
-  __attribute__((always_inline)) void fetch_next(int i) const {
-    if (i + kTile >= listed) return;
-    body.fetch(slots[i + kTile]);
-    if (i % kLanes == 0 || i % kLanes == kLanes - 1) __builtin_prefetch(body.positions + slots[i + kTile], 0, 2);
-  }
 };
-
-// Asks for the records of a list's first tile; the sooner before a Picked is made of it, the better. Inlined for the reason given at
-// PackedBody::fetch.
-__attribute__((always_inline)) inline void fetch_first(const PackedBody& b, const int32_t* slots, int listed) {
-  for (int i = 0; i < listed && i < kTile; ++i) b.fetch(slots[i]);
-}
 
 template <int kBits>
 inline void order_queries_of(const float* queries, int numbers, float* out) {
@@ -190,6 +162,31 @@ inline void add_picked_rows(const Picked& t, int rows, const float* weights, flo
       default: add_picked_groups<4, kBits>(t, w, to, stride);
     }
   }
+}
+
+template <int R>
+inline void add_chosen(int rows, const float* values, int value_stride, int dims, int count, const float* weights, float* sums, int stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_chosen<R - 1>(rows, values, value_stride, dims, count, weights, sums, stride);
+  }
+  Ahead nothing_ahead = {nullptr, nullptr};
+  add_value_tile<float, R, vectors_for(R)>(values, value_stride, dims, 0, count, count, nullptr, weights, sums, stride, nothing_ahead);
+}
+
+// Adds the weighted values of picked tokens to sums [rows][stride], weights [rows][kTile]; values: room for a tile of them.
+inline void add_values_of(const Picked& t, int rows, const float* weights, float* sums, int stride, float* values) {
+  if constexpr (kSumsInRegisters) {
+    switch (t.body.value_bits) {
+      case 2: return add_picked_rows<2>(t, rows, weights, sums, stride);
+      case 4: return add_picked_rows<4>(t, rows, weights, sums, stride);
+      default: return add_picked_rows<8>(t, rows, weights, sums, stride);
+    }
+  }
+  const int value_stride = packed_stride(t.body.value_dim);
+  for (int i = 0; i < t.count; ++i) unpack_value(t.body, t.slots[i], values + i * value_stride);
+  for (int r = 0; r < rows; r += kRowBlock)
+    add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, value_stride, t.count, weights + r * kTile,
+                          sums + int64_t(r) * stride, stride);
 }
 
 }  // namespace

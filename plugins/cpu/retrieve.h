@@ -4,7 +4,6 @@
 #include "cpu/attend.h"
 #include "cpu/choose.h"
 #include "cpu/packed_queries.h"
-#include "cpu/picked.h"
 
 namespace {
 

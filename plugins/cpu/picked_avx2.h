@@ -1,0 +1,248 @@
+// Tokens picked here and there from a compressed body: their scores for some transformed queries, and their weighted values. What picked.h
+// does, for sixteen registers of eight numbers: codes are copied next to each other and levels looked up beforehand, so that the loops have
+// nothing but unpacking and products. Four query heads meet two keys, or a part of 16 numbers of a value, in eight sums.
+#pragma once
+#include <array>
+#include <cstring>
+
+#include "cpu/attend_tile.h"
+#include "cpu/picked_slots.h"
+#include "cpu/signs_avx2.h"
+
+namespace {
+
+using edgekv::picked_floats;
+
+constexpr int kHeadsAtOnce = 4;
+
+// What is kept of a group of 32 codes of `bits` bits: 16 bytes of levels, which are the four levels of codes of 2 bits, else the zero point
+// and the scale, and then the codes.
+inline int entry_bytes(int bits) { return 16 + 4 * bits; }
+
+// Writes the entries of `groups` groups of one token, `stride` bytes apart.
+template <int kBits>
+inline void write_entries(const uint8_t* codes, const uint8_t* pairs, int groups, uint8_t* out, int64_t stride) {
+  for (int g = 0; g < groups; g += 4) {
+    // What is read behind the last pair of a record is the next record or the next plane.
+    const __m256 pair = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs + 4 * g)));
+    __m256 even, odd;
+    if constexpr (kBits == 2) {
+      const __m256 code = _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3);
+      even = _mm256_fmadd_ps(code, _mm256_permute_ps(pair, 0x55), _mm256_permute_ps(pair, 0x00));
+      odd = _mm256_fmadd_ps(code, _mm256_permute_ps(pair, 0xFF), _mm256_permute_ps(pair, 0xAA));
+    } else {
+      even = _mm256_permute_ps(pair, 0x44), odd = _mm256_permute_ps(pair, 0xEE);
+    }
+    auto write = [&](__m128 levels) __attribute__((always_inline)) {
+      _mm_storeu_ps(reinterpret_cast<float*>(out), levels);
+      std::memcpy(out + 16, codes, 4 * kBits);
+      out += stride, codes += 4 * kBits;
+    };
+    write(_mm256_castps256_ps128(even));
+    if (g + 1 < groups) write(_mm256_castps256_ps128(odd));
+    if (g + 2 < groups) write(_mm256_extractf128_ps(even, 1));
+    if (g + 3 < groups) write(_mm256_extractf128_ps(odd, 1));
+  }
+}
+
+inline void write(int bits, const uint8_t* codes, const uint8_t* pairs, int groups, uint8_t* out, int64_t stride) {
+  if (bits == 2) return write_entries<2>(codes, pairs, groups, out, stride);
+  if (bits == 4) return write_entries<4>(codes, pairs, groups, out, stride);
+  write_entries<8>(codes, pairs, groups, out, stride);
+}
+
+// What is kept of up to kTile tokens, in `memory`, which has picked_floats().
+struct Picked : PickedSlots {
+  int key_entry, value_entry;  // bytes
+  uint8_t* keys;       // [token][key groups] entries
+  uint8_t* values;     // [value groups][kTile] entries
+  uint32_t* signs;     // [token][key groups] words
+  int32_t* interval;
+
+  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
+      : PickedSlots{b, slots, count, listed},
+        key_entry(entry_bytes(b.key_bits)),
+        value_entry(entry_bytes(b.value_bits)),
+        keys(reinterpret_cast<uint8_t*>(memory)),
+        values(keys + kTile * b.key_groups() * key_entry),
+        signs(reinterpret_cast<uint32_t*>(values + kTile * b.value_groups() * value_entry)),
+        interval(reinterpret_cast<int32_t*>(signs + kTile * b.key_groups())) {
+    find_intervals(interval);
+    gather_signs(b.index, b.key_dim / 4, b.key_groups(), slots, count, signs);
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* from = record(i);
+      write(b.key_bits, from, from + b.record.key_pairs, b.key_groups(), keys + int64_t(i) * b.key_groups() * key_entry, key_entry);
+      write(b.value_bits, from + b.record.values, from + b.record.value_pairs, b.value_groups(), values + i * value_entry, int64_t(kTile) * value_entry);
+    }
+  }
+};
+
+// The 32 numbers of an entry, eight at a time.
+template <int kBits>
+struct Entry {
+  const uint8_t* codes;
+  __m256i first;
+  __m256 levels, scale;
+
+  explicit Entry(const uint8_t* at) : codes(at + 16) {
+    const float* four = reinterpret_cast<const float*>(at);
+    if constexpr (kBits == 2) {
+      first = bytes(0);
+      levels = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(four));
+    } else {
+      levels = _mm256_broadcast_ss(four);
+      scale = _mm256_broadcast_ss(four + 1);
+    }
+  }
+
+  // Numbers 8n .. 8n + 7. The low two bits of a code of 2 choose one of four levels: nothing need be masked.
+  __m256 eight(int n) const {
+    if constexpr (kBits == 2) return _mm256_permutevar_ps(levels, n == 0 ? first : _mm256_srli_epi32(first, 2 * n));
+    __m256i code = bytes(kBits == 4 ? n % 2 : n);
+    if constexpr (kBits == 4) code = n < 2 ? _mm256_and_si256(code, _mm256_set1_epi32(15)) : _mm256_srli_epi32(code, 4);
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(code), scale, levels);
+  }
+
+ private:
+  __m256i bytes(int n) const { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * n))); }
+};
+
+// For each byte of signs: the sign bits of eight numbers.
+struct SignMasks {
+  uint32_t of[256][8];
+};
+alignas(64) constexpr SignMasks kSignMasks = [] {
+  SignMasks all{};
+  for (int byte = 0; byte < 256; ++byte)
+    for (int i = 0; i < 8; ++i) all.of[byte][i] = byte >> i & 1 ? 0 : 0x80000000u;
+  return all;
+}();
+
+// Queries [rows][dim], four heads of eight numbers side by side; dim is a multiple of 32.
+inline void order_queries(int, const float* queries, int rows, int dim, float* out) {
+  for (int r = 0; r < rows; r += kHeadsAtOnce) {
+    const int heads = rows - r < kHeadsAtOnce ? rows - r : kHeadsAtOnce;
+    for (int d = 0; d < dim; d += 8)
+      for (int h = 0; h < heads; ++h, out += 8) _mm256_storeu_ps(out, _mm256_loadu_ps(queries + (r + h) * dim + d));
+  }
+}
+inline void order_values(int, const float* in, int dim, float* out) { std::memcpy(out, in, size_t(dim) * sizeof(float)); }
+
+// Lane i of the sum is the sum of the lanes of x[i].
+inline __m256 sum_each(const __m256 x[8]) {
+  auto pairs = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
+  auto fours = [](__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+  };
+  const __m256 low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+// Scores of R ordered queries against picked tokens: out [R][stride], written two at a time.
+template <int R, int kBits>
+inline void score_heads(const Picked& t, const float* queries, const float* bias, float* out, int64_t stride, bool first_heads) {
+  const int groups = t.body.key_groups(), entry = t.key_entry;
+  for (int i = 0; i < t.count; i += 2) {
+    if (first_heads) t.fetch_next(i), t.fetch_next(i + 1);
+    const int token[2] = {i, i + 1 < t.count ? i + 1 : i};
+    const uint8_t *key[2], *signs[2];
+    __m256 sum[R][2];
+    for (int j = 0; j < 2; ++j) {
+      key[j] = t.keys + int64_t(token[j]) * groups * entry;
+      signs[j] = reinterpret_cast<const uint8_t*>(t.signs + token[j] * groups);
+      for (int r = 0; r < R; ++r) sum[r][j] = _mm256_zextps128_ps256(_mm_load_ss(bias + int64_t(r) * t.body.intervals + t.interval[token[j]]));
+    }
+    const float* q = queries;
+    for (int g = 0; g < groups; ++g) {
+      const Entry<kBits> x(key[0]), y(key[1]);
+      auto signed_eight = [](const Entry<kBits>& e, const uint8_t* signs, int n) {
+        return _mm256_xor_ps(e.eight(n), _mm256_load_ps(reinterpret_cast<const float*>(kSignMasks.of[signs[n]])));
+      };
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) {
+        const __m256 a = signed_eight(x, signs[0], n), b = signed_eight(y, signs[1], n);
+        for (int r = 0; r < R; ++r, q += 8) {
+          __m256 numbers = _mm256_loadu_ps(q);
+          asm("" : "+x"(numbers));  // else it is loaded for each product, and loads are what there is least of
+          sum[r][0] = _mm256_fmadd_ps(a, numbers, sum[r][0]);
+          sum[r][1] = _mm256_fmadd_ps(b, numbers, sum[r][1]);
+        }
+      }
+      for (int j = 0; j < 2; ++j) key[j] += entry, signs[j] += 4;
+    }
+    __m256 all[8];
+    for (int n = 0; n < 8; ++n) all[n] = n < 2 * R ? sum[n / 2][n % 2] : _mm256_setzero_ps();
+    alignas(32) float each[8];
+    _mm256_store_ps(each, sum_each(all));
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride + i, each + 2 * r, 8);
+  }
+}
+
+template <int kBits>
+inline void score_rows(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
+  for (int r = 0; r < rows; r += kHeadsAtOnce) {
+    const float *q = queries + r * dim, *of_mean = bias + int64_t(r) * t.body.intervals;
+    float* to = out + r * stride;
+    switch (rows - r) {
+      case 1: score_heads<1, kBits>(t, q, of_mean, to, stride, r == 0); break;
+      case 2: score_heads<2, kBits>(t, q, of_mean, to, stride, r == 0); break;
+      case 3: score_heads<3, kBits>(t, q, of_mean, to, stride, r == 0); break;
+      default: score_heads<4, kBits>(t, q, of_mean, to, stride, r == 0);
+    }
+  }
+}
+
+// The same for any number of queries.
+inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
+  t.body.key_bits == 2 ? score_rows<2>(t, queries, rows, dim, bias, out, stride) : score_rows<4>(t, queries, rows, dim, bias, out, stride);
+}
+
+// Adds the weighted values of picked tokens to sums [R][stride], weights [R][kTile], 16 numbers of all tokens after the other.
+template <int R, int kBits>
+inline void add_heads(const Picked& t, const float* weights, float* sums, int64_t stride) {
+  for (int part = 0; part < 2 * t.body.value_groups(); ++part) {
+    const int g = part / 2, half = part % 2;
+    float* to = sums + 16 * part;
+    __m256 sum[R][2];
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < 2; ++n) sum[r][n] = _mm256_loadu_ps(to + r * stride + 8 * n);
+    auto add = [&](int half) __attribute__((always_inline)) {
+      const uint8_t* entry = t.values + int64_t(g) * kTile * t.value_entry;
+      for (int i = 0; i < t.count; ++i, entry += t.value_entry) {
+        const Entry<kBits> value(entry);
+        const __m256 x[2] = {value.eight(2 * half), value.eight(2 * half + 1)};
+        for (int r = 0; r < R; ++r) {
+          const __m256 w = _mm256_broadcast_ss(weights + r * kTile + i);
+          for (int n = 0; n < 2; ++n) sum[r][n] = _mm256_fmadd_ps(x[n], w, sum[r][n]);
+        }
+      }
+    };
+    half == 0 ? add(0) : add(1);
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < 2; ++n) _mm256_storeu_ps(to + r * stride + 8 * n, sum[r][n]);
+  }
+}
+
+template <int R>
+inline void add_bits(const Picked& t, const float* weights, float* sums, int64_t stride) {
+  switch (t.body.value_bits) {
+    case 2: return add_heads<R, 2>(t, weights, sums, stride);
+    case 4: return add_heads<R, 4>(t, weights, sums, stride);
+    default: return add_heads<R, 8>(t, weights, sums, stride);
+  }
+}
+
+inline void add_values_of(const Picked& t, int rows, const float* weights, float* sums, int64_t stride, float*) {
+  for (int r = 0; r < rows; r += kHeadsAtOnce) {
+    const float* w = weights + r * kTile;
+    float* to = sums + r * stride;
+    switch (rows - r) {
+      case 1: add_bits<1>(t, w, to, stride); break;
+      case 2: add_bits<2>(t, w, to, stride); break;
+      case 3: add_bits<3>(t, w, to, stride); break;
+      default: add_bits<4>(t, w, to, stride);
+    }
+  }
+}
+
+}  // namespace
