@@ -23,7 +23,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from edgekv.bundle import Bundle
-from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
+from edgekv.engine import products
+from edgekv.engine.onnxruntime import CPU, OnnxRuntimeEngine, session_options
 
 _ROWS_AXIS = -2  # of q, k, v, cos and sin
 _ROW_INPUTS, _POSITION, _STATE, _SLOTS = (0, 1, 2, 5, 6), 3, 4, 7  # inputs of both operators
@@ -129,10 +130,12 @@ class Table:
             seat.block, seat.wanted = np.zeros(1, np.int64), np.zeros(0, np.int64)
         with tempfile.TemporaryDirectory(dir=bundle.folder.parent) as folder:
             path = Path(folder) / "model.onnx"
-            path.write_bytes(merged(bundle.graph_path, texts).SerializeToString())
+            model = merged(bundle.graph_path, texts)
+            products.put_in(model)
+            path.write_bytes(model.SerializeToString())
             for data in bundle.folder.glob("*.data"):
                 os.link(data.resolve(), path.parent / data.name)
-            self._session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(str(path), session_options(threads), providers=CPU)
         self._binding = self._session.io_binding()
         self._inputs = {item.name for item in self._session.get_inputs()}
         value = ort.OrtValue.ortvalue_from_numpy

@@ -11,11 +11,12 @@ import onnxruntime as ort
 
 from edgekv import layout, machine, native
 from edgekv.bundle import Bundle
-from edgekv.engine import Occupancy, Reads, accounting, pool
+from edgekv.engine import Occupancy, Reads, accounting, pool, products
 from edgekv.engine.index import Index
 from edgekv.errors import BundleError, CacheFullError, NativeError, UserError
 from edgekv.retrieval import Retrieval
 
+CPU = ["CPUExecutionProvider"]
 ALIGNMENT = 256  # of the arena and of every state in it
 _MAX_BINDINGS = 64  # remembered (T, R) pairs; each holds only references
 _ORT_ERRORS = tuple(
@@ -70,8 +71,13 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -
     """A session of the bundle's graph, and whether the graph takes `shift`. BundleError when graph and manifest disagree."""
     path = bundle.graph_path
     try:
-        session = ort.InferenceSession(str(path), options, providers=providers)
-    except _ORT_ERRORS as error:
+        if providers == CPU:
+            # where the weights are that the graph names, since it comes as bytes and not from its folder
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+            session = ort.InferenceSession(products.for_cpu(path.read_bytes()), options, providers=providers)
+        else:
+            session = ort.InferenceSession(str(path), options, providers=providers)
+    except (*_ORT_ERRORS, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}") from None
     wanted = {f"state.{index}": [layer["bytes"]] for index, layer in enumerate(bundle.layers)}
@@ -163,7 +169,7 @@ class OnnxRuntimeEngine:
 
     def _open(self) -> None:
         """Makes the run-time's session."""
-        self._session, self._has_shift = open_session(self.bundle, session_options(self.threads), ["CPUExecutionProvider"])
+        self._session, self._has_shift = open_session(self.bundle, session_options(self.threads), CPU)
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""

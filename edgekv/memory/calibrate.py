@@ -50,9 +50,10 @@ class _Session:
     def __init__(self, graph: Graph, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray], threads: int):
         import onnxruntime as ort
 
-        from edgekv.engine.onnxruntime import session_options
+        from edgekv.engine import products
+        from edgekv.engine.onnxruntime import CPU, session_options
 
-        self._session = ort.InferenceSession(graph.model(), session_options(threads), providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(products.for_cpu(graph.model()), session_options(threads), providers=CPU)
         machine.huge_pages()
         self._binding, self._kept = self._session.io_binding(), (inputs, outputs)
         for name, array in inputs.items():

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include "cpu/simd_avx2.h"
 #include "cpu/vecmath.h"
+#include "cpu/dots_avx2.h"
 #include "cpu/lookup_avx2.h"
 // The order matters: the kernels are templates on the vector type above.
 #include "cpu/packed_queries.h"
@@ -11,11 +12,13 @@
 #include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
+#include "cpu/products.h"
 
 namespace edgekv {
 
 const Kernels& kernels_avx2() {
-  static const Kernels table = {"avx2", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values};
+  static const Kernels table = {"avx2", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
+                                normalise, gate, quantise_row, multiply};
   return table;
 }
 

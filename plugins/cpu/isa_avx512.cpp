@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include "cpu/simd_avx512.h"
 #include "cpu/vecmath.h"
+#include "cpu/dots_avx2.h"
 #include "cpu/lookup_avx512.h"
 #include "cpu/record_avx512.h"
 // The order matters: the kernels are templates on the vector type above.
@@ -12,11 +13,13 @@
 #include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
+#include "cpu/products.h"
 
 namespace edgekv {
 
 const Kernels& kernels_avx512() {
-  static const Kernels table = {"avx512", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values};
+  static const Kernels table = {"avx512", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
+                                normalise, gate, quantise_row, multiply};
   return table;
 }
 

@@ -2,6 +2,7 @@
 #if defined(__aarch64__)
 #include "cpu/simd_neon.h"
 #include "cpu/vecmath.h"
+#include "cpu/dots_neon.h"
 #include "cpu/lookup_neon.h"
 #include "cpu/record_any.h"
 // The order matters: the kernels are templates on the vector type above.
@@ -12,11 +13,13 @@
 #include "cpu/attend_latent.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
+#include "cpu/products.h"
 
 namespace edgekv {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = {"neon", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values};
+  static const Kernels table = {"neon", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
+                                normalise, gate, quantise_row, multiply};
   return table;
 }
 

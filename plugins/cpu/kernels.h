@@ -7,6 +7,7 @@
 
 #include "cpu/rotations.h"
 #include "cpu/state.h"
+#include "cpu/weights.h"
 
 namespace edgekv {
 
@@ -160,6 +161,14 @@ struct Kernels {
   // Move the kept candidates (ascending, new_count of them) to the body slots 0, 1, ...: keys; values and positions.
   void (*move_keys)(const Compaction&, int head, const int32_t* kept);
   void (*move_values)(const Compaction&, int head, const int32_t* kept);
+  // y = x / sqrt(mean of x^2 + epsilon) * weight, n numbers each. y may be x.
+  void (*normalise)(const float* x, const float* weight, int64_t n, float epsilon, float* y);
+  // y = silu(x[0 .. n)) * x[n .. 2 n).
+  void (*gate)(const float* x, int64_t n, float* y);
+  // Quantises 32 * blocks activations to row `row` of `to`. A number that is not finite makes the scale of its block so.
+  void (*quantise_row)(const float* x, const QuantisedRows& to, int64_t row);
+  // Rows [row, end) of x times tiles [first, last).
+  void (*multiply)(const WeightTiles& w, int64_t first, int64_t last, const QuantisedRows& x, int64_t row, int64_t end, const ProductOutput& out);
 };
 
 const Kernels& kernels_scalar();

@@ -294,7 +294,36 @@ void check_packed(const char* isa, const LayerParams& p) {
   expect(worst < 1e-4, "outputs of a compressed body", worst, 1e-4);
 }
 
+// Every instruction set multiplies to the same bits.
+void check_products(int bits, int64_t outputs, int64_t blocks) {
+  constexpr int64_t kRows = 7;
+  std::vector<uint8_t> codes(size_t(outputs * blocks * 4 * bits)), zeros(size_t(outputs * ((blocks * bits + 7) / 8)));
+  std::vector<float> scales(size_t(outputs * blocks)), x(size_t(kRows * blocks * kBlock)), first;
+  uint32_t seed = 1;
+  const auto random = [&seed] { return seed = seed * 1664525u + 1013904223u, seed >> 8; };
+  for (uint8_t& code : codes) code = uint8_t(random());
+  for (uint8_t& zero : zeros) zero = uint8_t(random());
+  for (float& scale : scales) scale = float(random()) * 1e-9f;
+  for (float& number : x) number = float(int32_t(random()) - (1 << 23)) * 1e-6f;
+  const Weights weights(bits, outputs, blocks, codes.data(), scales.data(), zeros.data());
+  const char* before = kernels().name;
+  for (int i = 0; const char* isa = isa_name(i); ++i) {
+    set_isa(isa);
+    std::vector<int8_t> q(x.size());
+    std::vector<float> x_scales(size_t(kRows * blocks)), y(size_t(kRows * outputs));
+    std::vector<uint32_t> sums(size_t(kRows * blocks));
+    const QuantisedRows rows = {blocks, q.data(), x_scales.data(), sums.data()};
+    for (int64_t row = 0; row < kRows; ++row) kernels().quantise_row(x.data() + row * blocks * kBlock, rows, row);
+    kernels().multiply(weights.tiles(), 0, weights.tiles().tiles, rows, 0, kRows, {nullptr, nullptr, y.data()});
+    if (i == 0) first = y;
+    expect(std::memcmp(first.data(), y.data(), y.size() * sizeof(float)) == 0, isa, bits, double(outputs));
+  }
+  set_isa(before);
+}
+
 void check_kernels() {
+  for (int bits : {4, 8})
+    for (int64_t outputs : {1, 8, 45}) check_products(bits, outputs, 3);
   LayerParams p;
   p.q_heads = 6, p.kv_heads = 2, p.key_dim = p.value_dim = 64, p.body_slots = 1024, p.tail_slots = 128, p.scale = 0.125f;
   LayerParams window = p, heavy = p, odd = p, whole = p;

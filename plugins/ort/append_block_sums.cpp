@@ -20,16 +20,6 @@ namespace {
 
 constexpr int64_t kRowsPerItem = 16;
 
-void append(const BlockSumsCall& c, const float* x, float* y) {
-  memcpy(y, x, c.columns * sizeof(float));
-  std::fill(y + c.columns, y + c.width, 0.0f);
-  for (int64_t b = 0; b < c.wide / kSumBlock; ++b) {
-    float lanes[8] = {};
-    for (int64_t i = 0; i < kSumBlock; ++i) lanes[i % 8] += y[b * kSumBlock + i];
-    y[c.wide + b] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
-  }
-}
-
 struct Kernel {
   static constexpr const char* kName = "AppendBlockSums";
   const Api* api;
@@ -45,7 +35,7 @@ int Kernel::compute(KernelContext* context) const {
   float* to = static_cast<float*>(out);
   const auto some = [&](size_t item) {
     for (int64_t r = int64_t(item) * kRowsPerItem; r < std::min(call.rows, (int64_t(item) + 1) * kRowsPerItem); ++r)
-      append(call, from + r * call.columns, to + r * call.width);
+      append_sums(call, from + r * call.columns, to + r * call.width);
   };
   const size_t items = size_t((call.rows + kRowsPerItem - 1) / kRowsPerItem);
   if (items == 1) {
@@ -67,6 +57,17 @@ const CustomOp* make_op() {
 }
 
 }  // namespace
+
+void append_sums(const BlockSumsCall& c, const float* x, float* y) {
+  if (y != x) memcpy(y, x, c.columns * sizeof(float));
+  std::fill(y + c.columns, y + c.width, 0.0f);
+  for (int64_t b = 0; b < c.wide / kSumBlock; ++b) {
+    float lanes[8] = {};
+    for (int64_t i = 0; i < kSumBlock; i += 8)
+      for (int64_t l = 0; l < 8; ++l) lanes[l] += y[b * kSumBlock + i + l];
+    y[c.wide + b] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+  }
+}
 
 const CustomOp* append_block_sums() {
   static const CustomOp* op = make_op();

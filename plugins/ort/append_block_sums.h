@@ -22,17 +22,28 @@ struct BlockSumsCall {
   int64_t shape[Tensor::kMaxRank] = {};
 };
 
+// One row of a call; y may be x.
+void append_sums(const BlockSumsCall& call, const float* x, float* y);
+
+// The call for rows of `columns` numbers each of x, which has as many rows.
+inline BlockSumsCall block_sums_call(const Tensor& x, int64_t columns) {
+  BlockSumsCall call;
+  call.x = x;
+  call.columns = columns;
+  call.rows = x.size() / x.dims[x.rank - 1];
+  call.wide = whole_sum_blocks(columns);
+  call.width = call.wide + whole_sum_blocks(call.wide / kSumBlock);
+  std::copy(x.dims, x.dims + x.rank, call.shape);
+  call.shape[x.rank - 1] = call.width;
+  return call;
+}
+
 // Reads input 0; returns 0, or 1 with a sentence (cpu/error.h).
 inline int read_block_sums(const Api* api, KernelContext* context, BlockSumsCall* call) {
-  if (read_input(api, context, 0, &call->x)) return 1;
-  const Tensor& x = call->x;
+  Tensor x;
+  if (read_input(api, context, 0, &x)) return 1;
   if (x.rank < 1 || x.data == nullptr || x.size() == 0) return fail("x must have at least one row and one column");
-  call->columns = x.dims[x.rank - 1];
-  call->rows = x.size() / call->columns;
-  call->wide = whole_sum_blocks(call->columns);
-  call->width = call->wide + whole_sum_blocks(call->wide / kSumBlock);
-  std::copy(x.dims, x.dims + x.rank, call->shape);
-  call->shape[x.rank - 1] = call->width;
+  *call = block_sums_call(x, x.dims[x.rank - 1]);
   return 0;
 }
 

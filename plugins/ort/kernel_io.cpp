@@ -48,6 +48,20 @@ int read_field(const Api* api, const KernelInfo* info, const char* name, float* 
   return 0;
 }
 
+int read_value(const Api* api, const Value* value, size_t index, Tensor* tensor) {
+  TensorInfo* info = nullptr;
+  if (!succeeded(api, function<GetTensorTypeAndShape>(api)(value, &info))) return fail("input %zu is not a tensor", index);
+  const bool read = succeeded(api, function<GetDimensionsCount>(api)(info, &tensor->rank)) && tensor->rank <= Tensor::kMaxRank &&
+                    succeeded(api, function<GetDimensions>(api)(info, tensor->dims, tensor->rank));
+  function<ReleaseTensorInfo>(api)(info);
+  if (!read) return fail("input %zu has a shape that cannot be read", index);
+  if (tensor->size() == 0) return 0;
+  // There is no reader of constant tensors before version 19; nothing is written through this pointer but the state.
+  if (!succeeded(api, function<GetTensorMutableData>(api)(const_cast<Value*>(value), &tensor->data)))
+    return fail("input %zu cannot be read", index);
+  return 0;
+}
+
 }  // namespace
 
 int read_params(const Api* api, const KernelInfo* info, LayerParams* params, std::vector<float>* inv_freq) {
@@ -81,19 +95,19 @@ int read_input(const Api* api, const KernelContext* context, size_t index, Tenso
   if (!succeeded(api, function<KernelContextGetInputCount>(api)(context, &count))) return fail("the inputs cannot be read");
   if (index >= count) return 0;
   if (!succeeded(api, function<KernelContextGetInput>(api)(context, index, &value))) return fail("input %zu cannot be read", index);
-  if (value == nullptr) return 0;
-  TensorInfo* info = nullptr;
-  if (!succeeded(api, function<GetTensorTypeAndShape>(api)(value, &info))) return fail("input %zu is not a tensor", index);
-  const bool read = succeeded(api, function<GetDimensionsCount>(api)(info, &tensor->rank)) && tensor->rank <= Tensor::kMaxRank &&
-                    succeeded(api, function<GetDimensions>(api)(info, tensor->dims, tensor->rank));
-  function<ReleaseTensorInfo>(api)(info);
-  if (!read) return fail("input %zu has a shape that cannot be read", index);
-  if (tensor->size() == 0) return 0;
-  // There is no reader of constant tensors before version 19; nothing is written through this pointer but the state.
-  if (!succeeded(api, function<GetTensorMutableData>(api)(const_cast<Value*>(value), &tensor->data)))
-    return fail("input %zu cannot be read", index);
-  return 0;
+  return value == nullptr ? 0 : read_value(api, value, index, tensor);
 }
+
+int read_constant(const Api* api, const KernelInfo* info, size_t index, Tensor* tensor) {
+  int constant = 0;
+  const Value* value = nullptr;
+  if (!succeeded(api, function<KernelInfoGetConstantInput>(api)(info, index, &constant, &value)) || !constant || value == nullptr)
+    return fail("input %zu must be a constant of the graph", index);
+  return read_value(api, value, index, tensor);
+}
+
+int read_number(const Api* api, const KernelInfo* info, const char* name, int32_t* field) { return read_field(api, info, name, field); }
+int read_number(const Api* api, const KernelInfo* info, const char* name, float* field) { return read_field(api, info, name, field); }
 
 int make_output(const Api* api, KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data) {
   Value* value = nullptr;

@@ -25,7 +25,11 @@ struct Tensor {
 // All return 0, or 1 with a sentence (cpu/error.h).
 // Fields of attributes.def from the node; absent ones keep their defaults, of the wrong type or out of range are refused.
 int read_params(const Api* api, const KernelInfo* info, LayerParams* params, std::vector<float>* inv_freq);
+int read_number(const Api* api, const KernelInfo* info, const char* name, int32_t* field);
+int read_number(const Api* api, const KernelInfo* info, const char* name, float* field);
 int read_input(const Api* api, const KernelContext* context, size_t index, Tensor* tensor);
+// An initialiser of the graph, while the kernel is made.
+int read_constant(const Api* api, const KernelInfo* info, size_t index, Tensor* tensor);
 int make_output(const Api* api, KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data);
 
 }  // namespace edgekv::ort

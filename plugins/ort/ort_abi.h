@@ -30,7 +30,7 @@ struct ApiBase {
 };
 
 enum ErrorCode : int { kOk = 0, kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
+enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
 enum Presence : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kMemoryDefault = 0 };
 enum AllocatorType : int { kDeviceAllocator = 0 };
@@ -65,6 +65,7 @@ using ReleaseTensorInfo = Entry<99, void(TensorInfo*)>;
 using ReleaseAllocator = Entry<132, void(Allocator*)>;
 using KernelInfoGetFloats = Entry<162, Status*(const KernelInfo*, const char* name, float*, size_t* size)>;
 using KernelContextGetStream = Entry<193, Status*(const KernelContext*, void** stream)>;
+using KernelInfoGetConstantInput = Entry<249, Status*(const KernelInfo*, size_t index, int* constant, const Value**)>;
 using KernelContextGetAllocator = Entry<253, Status*(const KernelContext*, const MemoryInfo*, Allocator**)>;
 using KernelContextParallelFor =
     Entry<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t total, size_t batches, void* data)>;

@@ -9,7 +9,7 @@ using namespace edgekv::ort;
 extern "C" __attribute__((visibility("default"))) Status* RegisterCustomOps(SessionOptions* options, const ApiBase* base) {
   const Api* api = base->get_api(kApiVersion);
   if (api == nullptr)
-    return function<CreateStatus>(base->get_api(1))(kFail, "edgekv needs ONNX Runtime 1.18 or newer: upgrade the onnxruntime-gpu package");
+    return function<CreateStatus>(base->get_api(1))(kFail, "edgekv needs ONNX Runtime 1.20 or newer: upgrade the onnxruntime-gpu package");
   CustomOpDomain* domain = nullptr;
   if (Status* status = function<CreateCustomOpDomain>(api)("edgekv", &domain)) return status;
   for (const CustomOp* op : {cuda_bounded_cache_attention(), cuda_append_block_sums()})
