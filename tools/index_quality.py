@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekv.reference.self_index import signs
+from edgekv.reference.self_index import ranking, signs
 from edgekv.reference.self_index.quantise import GROUP, dequantise, quantise, unbiased
 from edgekv.reference.self_index.transform import hadamard
 
@@ -83,11 +83,6 @@ def published_quantiser(x: np.ndarray, bits: int) -> np.ndarray:
 
 def refitted(x: np.ndarray, bits: int) -> np.ndarray:
     return dequantise(*quantise(x, bits), x.shape[-1])
-
-
-def magnitudes(x: np.ndarray, bits: int) -> np.ndarray:
-    codes, pairs = quantise(x, bits)
-    return dequantise(codes, unbiased(x, codes, pairs), x.shape[-1])
 
 
 class Layer:
@@ -204,11 +199,16 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: 
     found[f"{name}, 6-bit table of the mean"] = layer.judge(layer.top(table_scores))
 
     values = hadamard(refitted(hadamard(layer.v[:, layer.body]), bits))
-    keys = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread), key_bits)) + slot_mean
-    logits = layer.products(keys)
+    magnitude, pairs = quantise(np.abs(spread), key_bits)
+    pairs = unbiased(np.abs(spread), magnitude, pairs)
+    positive = np.where(spread >= 0, 1, -1)
+    keys = hadamard(positive * dequantise(magnitude, pairs, layer.dim)) + slot_mean
     for factor in (1, 2, 4, 8):
-        among = layer.top(table_scores, factor * layer.count)
-        weight = layer.reduce(np.where(among[:, None], logits, -1e30), "sum_softmax")
+        among, weight = layer.top(table_scores, factor * layer.count), np.full(table_scores.shape, -1, np.float32)
+        for head, row in np.ndindex(table_scores.shape[:2]):
+            at, query = np.flatnonzero(among[head, row]), layer.q[head, :, row]
+            stored = magnitude[head, at], pairs[head, at], positive[head, at], key_bits, layer.means[head], layer.interval[at]
+            weight[head, row, at] = ranking.weights(query, hadamard(query), *stored, layer.scale, 0.0)
         found[f"... re-ranked from {factor} x k, +quantised"] = layer.judge(layer.top(weight), keys, values)
 
     centred = x - mean

@@ -24,7 +24,7 @@ inline int count_from(const int32_t* scores, int count, int32_t least) {
   return total;
 }
 
-// The largest threshold that at least `want` scores reach, 0 < want <= count; *above: how many exceed it.
+// The largest threshold that at least `want` scores reach, 0 < want <= count; *above: how many exceed it, or fewer when all that reach it are wanted.
 template <class T>
 inline int threshold_for(const T* scores, int count, int want, int* above) {
   T least = scores[0], most = scores[0];
@@ -38,7 +38,8 @@ inline int threshold_for(const T* scores, int count, int want, int* above) {
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
     const int reached = count_from(scores, count, T(middle));
-    if (reached >= want) {
+    if (reached == want) return int(middle);  // all that reach it stay: none of them need be counted as above it
+    if (reached > want) {
       low = middle;
     } else {
       high = middle;

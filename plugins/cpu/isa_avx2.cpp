@@ -10,6 +10,7 @@
 #include "cpu/picked_avx2.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
+#include "cpu/key_dots_avx2.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
 #include "cpu/products.h"

@@ -103,11 +103,12 @@ struct Retrieval {
 
 // Working memory of choosing for one row of one kv head, in parts of these sizes.
 struct RetrievalWork {
-  int64_t queries, scores, candidates, ranked;  // numbers in each; queries: with tables, biases and a tile of picked tokens
+  int64_t queries, scores, candidates, ranked;  // numbers in each; queries: with the table, means and biases, and as whole numbers
   int64_t bytes;
   explicit RetrievalWork(const Retrieval& r) {
     const int64_t dim = (r.params.key_dim + 31) / 32 * 32, boundaries = (r.tail_base / r.params.tail_slots + 15) / 16 * 16;
-    queries = (2 * r.group + 1) * dim + picked_floats(r.params.key_dim, r.params.value_dim) + 4 * r.params.key_dim + (r.group + 1) * boundaries;
+    queries = (r.group + 1) * dim + 4 * r.params.key_dim + kTile + (r.group + 1) * boundaries + 2 * r.group + r.group * dim / 4;
+    queries = (queries + 15) / 16 * 16;
     scores = (int64_t(r.body_count) + 31) / 32 * 32;
     candidates = scores + 32;
     const int64_t wanted = r.rerank > 1 ? (int64_t(r.retrieve) * r.rerank < r.body_count ? int64_t(r.retrieve) * r.rerank : r.body_count) : 0;

@@ -4,6 +4,7 @@
 #include "cpu/attend.h"
 #include "cpu/choose.h"
 #include "cpu/packed_queries.h"
+#include "cpu/ranking.h"
 
 namespace {
 
@@ -82,34 +83,6 @@ inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias,
   }
 }
 
-// Attention that the candidates get among themselves, summed over the query heads: float32 [count], in place of scores [group][stride].
-inline void rank_again(float* scores, int64_t stride, int count, int group, float softcap, float* weight) {
-  const int blocks = (count + kLanes - 1) / kLanes;
-  const Vec nothing = splat(kNothing);
-  for (int g = 0; g < group; ++g) {
-    float* row = scores + g * stride;
-    Vec top = nothing, sums = zero();
-    for (int i = 0; i < blocks; ++i) {
-      Vec x = load(row + i * kLanes);
-      if (softcap > 0) x = mul(tanh(x), splat(softcap * kLog2E));
-      if (i == blocks - 1) x = keep_lanes(x, 0, count - i * kLanes, nothing);
-      store(row + i * kLanes, x);
-      top = max(x, top);
-    }
-    const Vec base = splat(max_lanes(top));
-    for (int i = 0; i < blocks; ++i) {
-      const Vec w = exp2(sub(load(row + i * kLanes), base));
-      store(row + i * kLanes, w);
-      sums = add(sums, w);
-    }
-    const Vec factor = splat(1.0f / sum_lanes(sums));
-    for (int i = 0; i < blocks; ++i) {
-      const Vec w = mul(load(row + i * kLanes), factor);
-      store(weight + i * kLanes, g == 0 ? w : add(load(weight + i * kLanes), w));
-    }
-  }
-}
-
 void retrieve(const Retrieval& r, int head, int row, void* memory) {
   const auto& p = r.params;
   const PackedBody b(p, r.state, head, r.tail_base);
@@ -117,10 +90,12 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   const int dim = p.key_dim, stride = packed_stride(dim), biases = (b.intervals + 15) / 16 * 16;
   float* turned = static_cast<float*>(memory);  // [group][stride]
   float* together = turned + r.group * stride;
-  float* ordered = together + stride;                               // [group][stride]
-  float* tile = ordered + r.group * stride;                         // room for a tile of picked tokens, and the table before it is rounded
-  float* of_mean = tile + picked_floats(dim, p.value_dim) + 4 * dim;  // [group][boundaries]
+  float* own = together + stride;                                    // the table before it is rounded
+  float* largest = own + 4 * dim;                                    // [kTile]
+  float* of_mean = largest + kTile;                                  // [group][boundaries]
   int32_t* bias = reinterpret_cast<int32_t*>(of_mean + r.group * biases);  // [boundaries]
+  WholeQuery* whole = reinterpret_cast<WholeQuery*>(bias + biases);  // [group]
+  int8_t* levels = reinterpret_cast<int8_t*>(whole + r.group);       // [group][stride]
   float* weight = static_cast<float*>(memory) + sizes.queries;      // [ranked]
   float* exact = weight + sizes.ranked;                             // [group][ranked]
   int32_t* candidates = reinterpret_cast<int32_t*>(exact + r.group * sizes.ranked);
@@ -154,7 +129,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   alignas(64) uint8_t table[256 * 16];
   const int first = b.interval_of(b.positions[lo]);
   const float* codebook = r.state.codebook + int64_t(head) * dim / 4 * 64;
-  const float step = score_table(together, codebook, dim, tile, table);
+  const float step = score_table(together, codebook, dim, own, table);
   interval_biases(b, sum, first, step, bias);
   scan(b, table, bias, lo, hi, scores);
 
@@ -176,17 +151,17 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   if (again) {
     fetch_first(b, list, found);
     const float factor = score_factor(p);
+    for (int g = 0; g < r.group; ++g)
+      for (int d = dim; d < stride; ++d) turned[g * stride + d] = 0;
+    means_in_order(b, turned, stride, r.group, first, factor, of_mean);
     for (int g = 0; g < r.group; ++g) {
-      float* q = turned + g * stride;
-      for (int d = 0; d < dim; ++d) q[d] *= factor;
-      mean_scores(b, q, first, of_mean + int64_t(g) * b.intervals);
-      hadamard(q, dim);
-      for (int d = dim; d < stride; ++d) q[d] = 0;
+      hadamard(turned + g * stride, dim);
+      whole[g] = whole_query(turned + g * stride, stride, factor, levels + g * stride);
     }
-    order_queries(b.key_bits, turned, r.group, stride, ordered);
     for (int at = 0; at < found; at += kTile) {
-      const Picked t(b, list + at, found - at < kTile ? found - at : kTile, found - at, tile);
-      score_picked(t, ordered, r.group, stride, of_mean, exact + at, sizes.ranked);
+      const PickedSlots t = {b, list + at, found - at < kTile ? found - at : kTile, found - at};
+      key_dots(t, levels, whole, r.group, stride, largest, exact + at, sizes.ranked);
+      scores_of_products(t, whole, r.group, largest, of_mean, exact + at, sizes.ranked);
     }
     rank_again(exact, sizes.ranked, found, r.group, p.softcap, weight);
     // Weights are not negative, so their bits are in their order.

@@ -46,25 +46,37 @@ EDGEKV_HOST_DEVICE unsigned long long key_bytes(const LayerParams& p) {
   return 4ull * (p.key_bits + 1) * ((p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP);
 }
 
-// Numbers 8 i + 4 part + c (i, c = 0..3) of a group of 32 of a token's key without its mean, still transformed: out[4 i + c], part 0 or 1.
-// Those from key_dim on have no meaning.
-EDGEKV_DEVICE void unpack_key(const PackedBody& b, int slot, int group, int part, float (&out)[16]) {
-  const unsigned char* record = b.payload + size_t(slot) * b.record.bytes;
-  const unsigned* words = reinterpret_cast<const unsigned*>(record + 4 * b.key_bits * group) + part;
+// Codes and signs of numbers 8 i + 4 part + c (i, c = 0..3) of a group of 32 of a token's key, part 0 or 1: byte c of codes[i], and bit c of
+// positive[i]. Those from key_dim on have no meaning.
+EDGEKV_DEVICE void key_codes(const PackedBody& b, int slot, int group, int part, unsigned (&codes)[4], unsigned (&positive)[4]) {
+  const unsigned* words = reinterpret_cast<const unsigned*>(b.payload + size_t(slot) * b.record.bytes + 4 * b.key_bits * group) + part;
   const bool wide = b.key_bits == 4;  // then a word has numbers 4 part + c and 16 + 4 part + c, the next but one those 8 above
-  const unsigned first = words[0], second = wide ? words[2] : first >> 2, mask = wide ? 15u : 3u;
-  const float2 pair = load_pair(reinterpret_cast<const __half*>(record + b.record.key_pairs + 4 * group));
+  const unsigned first = words[0], second = wide ? words[2] : first >> 2, mask = wide ? 0x0f0f0f0fu : 0x03030303u;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int signs = 8 * group + 2 * i + part;  // their code
-    const unsigned levels = (i % 2 ? second : first) >> i / 2 * 4;
-    const unsigned code = signs < b.key_dim / 4 ? sign_code(b, slot, signs) : 0u;
+    codes[i] = (i % 2 ? second : first) >> i / 2 * 4 & mask;
+    positive[i] = signs < b.key_dim / 4 ? sign_code(b, slot, signs) : 0u;
+  }
+}
+
+// Zero point and scale of a group of a token's key.
+EDGEKV_DEVICE float2 key_pair(const PackedBody& b, int slot, int group) {
+  return load_pair(reinterpret_cast<const __half*>(b.payload + size_t(slot) * b.record.bytes + b.record.key_pairs + 4 * group));
+}
+
+// The same numbers without the token's mean key, still transformed: out[4 i + c].
+EDGEKV_DEVICE void unpack_key(const PackedBody& b, int slot, int group, int part, float (&out)[16]) {
+  unsigned codes[4], positive[4];
+  key_codes(b, slot, group, part, codes, positive);
+  const float2 pair = key_pair(b, slot, group);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float x = fmaf(pair.y, float(levels >> 8 * c & mask), pair.x);
-      out[4 * i + c] = code >> c & 1u ? x : -x;
+      const float x = fmaf(pair.y, float(codes[i] >> 8 * c & 255u), pair.x);
+      out[4 * i + c] = positive[i] >> c & 1u ? x : -x;
     }
-  }
 }
 
 // Dimensions [first, first + width) of the listed tokens' keys into a stage (tile.cuh), without their means, still transformed.

@@ -2,6 +2,9 @@
 //
 //   score_candidates per split: their scores, one for each query head
 //   choose_by_keys   per row: softmax over the candidates, summed over the query heads, the best k
+//
+// Products are whole numbers, and what is done in floating point is done in the oracle's order without fused products
+// (edgekv/reference/self_index/ranking.py), so the same slots are chosen.
 #pragma once
 #include "retrieve.cuh"
 
@@ -9,59 +12,121 @@ namespace edgekv {
 namespace cuda {
 
 constexpr int kHeadsAtOnce = 4;
-EDGEKV_HOST_DEVICE size_t score_candidates_shared_bytes(const LayerParams& p) {
-  const size_t padded = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP;
-  return sizeof(int) * kWindow + sizeof(float) * padded * (p.q_heads / p.kv_heads);
+constexpr int kQueryLevels = 64;          // of a query's numbers, either sign
+constexpr int kMostLevel = 63;            // of a key's numbers
+constexpr int kLevelShift = 8;            // bits of a zero point or scale below a level
+constexpr float kLargestKey = 16320.0f;   // what a token's largest magnitude becomes before that shift
+constexpr float kWeightUnit = 65536.0f;   // weights are counted in its inverse
+constexpr float kRankLog2E = 1.44269504088896341f;
+
+// 2^x of x in [-126, 126].
+EDGEKV_DEVICE float exp2_in_order(float x) {
+  const float n = rintf(x), f = __fadd_rn(x, -n);
+  float p = __fadd_rn(__fmul_rn(0.00132647273f, f), 0.00967151299f);
+  p = __fadd_rn(__fmul_rn(p, f), 0.0555073358f);
+  p = __fadd_rn(__fmul_rn(p, f), 0.240222424f);
+  p = __fadd_rn(__fmul_rn(p, f), 0.693147004f);
+  p = __fadd_rn(__fmul_rn(p, f), 1.0f);
+  return __uint_as_float(__float_as_uint(p) + (unsigned(int(n)) << 23));
+}
+EDGEKV_DEVICE float tanh_in_order(float x) {
+  const float bounded = fminf(20.0f, fmaxf(-20.0f, x));
+  return __fadd_rn(1.0f, -(2.0f / __fadd_rn(exp2_in_order(__fmul_rn(bounded, 2.0f * kRankLog2E)), 1.0f)));
 }
 
-// Grid (splits of kWindow, kv_heads, T), kThreads threads; each takes a candidate of its own. Writes r.exact.
+// Rounded to a whole number of 16 bits; what is none is the lowest.
+EDGEKV_DEVICE short to_short(float x) { return x >= -32768.0f && x < 32767.5f ? short(rintf(x)) : short(-32768); }
+
+// Four numbers of a key, odd and from -127 to 127, as bytes: codes are bytes, positive bits.
+EDGEKV_DEVICE unsigned whole_numbers(short zero_point, short scale, unsigned codes, unsigned positive) {
+  unsigned out = 0;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int level = short(zero_point + scale * int(codes >> 8 * c & 255u)) >> kLevelShift;
+    const int odd = 2 * (level < 0 ? 0 : level < kMostLevel ? level : kMostLevel) + 1;
+    out |= unsigned((positive >> c & 1u ? odd : -odd) & 255) << 8 * c;
+  }
+  return out;
+}
+
+EDGEKV_HOST_DEVICE size_t score_candidates_shared_bytes(const LayerParams& p) {
+  const size_t padded = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP, group = p.q_heads / p.kv_heads;
+  return sizeof(int) * kWindow + sizeof(float) * group + padded * group;
+}
+
+// Grid (splits of kWindow, kv_heads, T), kThreads threads; each takes a candidate of its own. Writes r.exact: scores in units of log2, or
+// before the soft cap as the argument of tanh.
 __global__ void __launch_bounds__(kThreads) score_candidates(const Retrieval r) {
   EDGEKV_SHARED(shared);
-  int* list = reinterpret_cast<int*>(shared);
-  float* queries = reinterpret_cast<float*>(shared + sizeof(int) * kWindow);  // [group][padded]
   const LayerParams& p = r.s.layer.p;
-  const int kv_head = int(blockIdx.y), t = int(blockIdx.z), lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   const int group = p.q_heads / p.kv_heads, padded = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP * EDGEKV_GROUP;
+  int* list = reinterpret_cast<int*>(shared);
+  float* units = reinterpret_cast<float*>(list + kWindow);             // [group] a step of each query head, times the score factor
+  unsigned* queries = reinterpret_cast<unsigned*>(units + group);      // [group][padded / 4], four numbers from -64 to 64 in each
+  const int kv_head = int(blockIdx.y), t = int(blockIdx.z), lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   const Choice c = read_choice(r, kv_head, t);
   if (!ranks_again(c)) return;
   const PackedBody b = packed_body(r.s.layer, kv_head, c.tail.base);
-  const size_t row = row_at(r, kv_head, t);
+  const size_t row = row_at(r, kv_head, t), first_head = size_t(t) * p.q_heads + kv_head * group;
   const int first = int(blockIdx.x) * kWindow + 32 * lane;
   const int found = list_slots(first < p.body_slots ? r.candidates[row * slot_words(p) + first / 32] : 0u, first, warp == 0 ? list : nullptr, lane);
   if (found == 0) return;
-  for (int i = int(threadIdx.x); i < group * padded; i += kThreads)
-    queries[i] = i % padded < p.key_dim ? r.s.turned[(size_t(t) * p.q_heads + kv_head * group + i / padded) * p.key_dim + i % padded] : 0.0f;
+  const float factor = p.softcap > 0.0f ? p.scale / p.softcap : __fmul_rn(p.scale, kRankLog2E);
+  for (int g = warp; g < group; g += kWarps) {
+    const float* turned = r.s.turned + (first_head + g) * p.key_dim;
+    float largest = 0.0f;
+    for (int d = lane; d < p.key_dim; d += 32) largest = fmaxf(largest, fabsf(turned[d]));
+    largest = warp_max(largest);
+    const float inverse = largest >= 1e-30f ? float(kQueryLevels) / largest : 0.0f;
+    for (int word = lane; word < padded / 4; word += 32) {
+      unsigned four = 0;
+      for (int i = 0; i < 4 && 4 * word < p.key_dim; ++i) {
+        const float level = fminf(float(kQueryLevels), fmaxf(float(-kQueryLevels), rintf(__fmul_rn(turned[4 * word + i], inverse))));
+        four |= unsigned(int(level) & 255) << 8 * i;
+      }
+      queries[g * (padded / 4) + word] = four;
+    }
+    if (lane == 0) units[g] = __fmul_rn(__fmul_rn(largest, factor), 1.0f / kQueryLevels);
+  }
   __syncthreads();
+  const int groups = padded / EDGEKV_GROUP;
   for (int i = int(threadIdx.x); i < found; i += kThreads) {
     const int slot = list[i], interval = interval_of(b, b.positions[slot]);
+    float largest = 0.0f;
+    for (int n = 0; n < groups; ++n) {
+      const float2 pair = key_pair(b, slot, n);
+      largest = fmaxf(largest, __fadd_rn(pair.x, __fmul_rn(pair.y, float((1 << b.key_bits) - 1))));
+    }
+    const float widen = largest > 0.0f ? kLargestKey / largest : 0.0f, unit = __fmul_rn(largest, 128.0f / kLargestKey);
     for (int g = 0; g < group; g += kHeadsAtOnce) {
-      float sum[kHeadsAtOnce] = {0.0f, 0.0f, 0.0f, 0.0f};
-      for (int part = 0; part < padded / 16; ++part) {
-        float x[16];
-        unpack_key(b, slot, part / 2, part % 2, x);
+      int sum[kHeadsAtOnce] = {0, 0, 0, 0};
+      for (int n = 0; n < groups; ++n) {
+        const float2 pair = key_pair(b, slot, n);
+        const short zero_point = to_short(__fmul_rn(pair.x, widen)), scale = to_short(__fmul_rn(pair.y, widen));
+        for (int part = 0; part < 2; ++part) {
+          unsigned codes[4], positive[4];
+          key_codes(b, slot, n, part, codes, positive);
 #pragma unroll
-        for (int j = 0; j < kHeadsAtOnce; ++j) {
-          const float* q = queries + (g + j < group ? g + j : group - 1) * padded + part / 2 * EDGEKV_GROUP + part % 2 * 4;
+          for (int w = 0; w < 4; ++w) {
+            const int numbers = int(whole_numbers(zero_point, scale, codes[w], positive[w]));
 #pragma unroll
-          for (int n = 0; n < 16; n += 4) {
-            const float4 w = *reinterpret_cast<const float4*>(q + 2 * n);
-            sum[j] = fmaf(w.w, x[n + 3], fmaf(w.z, x[n + 2], fmaf(w.y, x[n + 1], fmaf(w.x, x[n], sum[j]))));
+            for (int j = 0; j < kHeadsAtOnce; ++j)
+              sum[j] = __dp4a(numbers, int(queries[(g + j < group ? g + j : group - 1) * (padded / 4) + 8 * n + 2 * w + part]), sum[j]);
           }
         }
       }
 #pragma unroll
       for (int j = 0; j < kHeadsAtOnce; ++j)
         if (g + j < group) {
-          const float of_mean = r.s.of_mean[(size_t(t) * p.q_heads + kv_head * group + g + j) * p.intervals + interval];
-          r.exact[(row * group + g + j) * p.body_slots + slot] = soft_limit(__fmul_rn(p.scale, __fadd_rn(sum[j], of_mean)), p.softcap);
+          const float of_mean = __fmul_rn(r.s.of_mean[(first_head + g + j) * p.intervals + interval], factor);
+          r.exact[(row * group + g + j) * p.body_slots + slot] = __fadd_rn(__fmul_rn(float(sum[j]), __fmul_rn(unit, units[g + j])), of_mean);
         }
     }
   }
 }
 
-EDGEKV_HOST_DEVICE size_t choose_by_keys_shared_bytes(const LayerParams& p) {
-  return kChooseSharedBytes + sizeof(float) * (2 * size_t(p.q_heads / p.kv_heads) + kChooseThreads / 32);
-}
+constexpr size_t kChooseTotalAt = (kChooseSharedBytes + 7) / 8 * 8;
+EDGEKV_HOST_DEVICE size_t choose_by_keys_shared_bytes(const LayerParams&) { return kChooseTotalAt + sizeof(unsigned long long) + sizeof(float) * kChooseThreads / 32; }
 
 // Grid (kv_heads, T), kChooseThreads threads. Writes r.out where choose_by_codes has not.
 __global__ void __launch_bounds__(kChooseThreads) choose_by_keys(const Retrieval r) {
@@ -70,7 +135,8 @@ __global__ void __launch_bounds__(kChooseThreads) choose_by_keys(const Retrieval
   const LayerParams& p = r.s.layer.p;
   const int kv_head = int(blockIdx.x), t = int(blockIdx.y), lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   const int group = p.q_heads / p.kv_heads, words = slot_words(p);
-  float* parts = reinterpret_cast<float*>(shared + kChooseSharedBytes);  // one per warp
+  unsigned long long* total = reinterpret_cast<unsigned long long*>(shared + kChooseTotalAt);  // of weights, as whole numbers
+  float* parts = reinterpret_cast<float*>(total + 1);                                          // one per warp
   const Choice c = read_choice(r, kv_head, t);
   if (!ranks_again(c)) return;
   const size_t row = row_at(r, kv_head, t);
@@ -78,25 +144,31 @@ __global__ void __launch_bounds__(kChooseThreads) choose_by_keys(const Retrieval
   float* weight = r.exact + row * group * p.body_slots;  // of the first query head, and then of all
   const auto candidate = [&](int i) { return (candidates[i / 32] >> i % 32 & 1u) != 0u; };
   for (int g = 0; g < group; ++g) {
-    const float* score = weight + size_t(g) * p.body_slots;
-    float most = negative_infinity(), sum = 0.0f;
+    float* score = weight + size_t(g) * p.body_slots;
+    float most = negative_infinity();
     for (int i = c.lo + int(threadIdx.x); i < c.hi; i += kChooseThreads)
-      if (candidate(i)) most = fmaxf(most, score[i]);
+      if (candidate(i)) {
+        if (p.softcap > 0.0f) score[i] = __fmul_rn(tanh_in_order(score[i]), p.softcap * kRankLog2E);
+        most = fmaxf(most, score[i]);
+      }
     most = warp_max(most);
     if (lane == 0) parts[warp] = most;
+    if (threadIdx.x == 0) *total = 0;
     __syncthreads();
     for (int w = 0; w < kChooseWarps; ++w) most = fmaxf(most, parts[w]);
-    __syncthreads();  // the parts may be written again
+    const auto weight_of = [&](int i) { return exp2_in_order(fmaxf(-100.0f, __fadd_rn(score[i], -most))); };
+    unsigned long long own = 0;
     for (int i = c.lo + int(threadIdx.x); i < c.hi; i += kChooseThreads)
-      if (candidate(i)) sum = __fadd_rn(sum, expf(score[i] - most));
-    sum = warp_sum(sum);
-    if (lane == 0) parts[warp] = sum;
+      if (candidate(i)) own += static_cast<unsigned long long>(rintf(__fmul_rn(weight_of(i), kWeightUnit)));
+    atomicAdd(total, own);
     __syncthreads();
-    sum = 0.0f;
-    for (int w = 0; w < kChooseWarps; ++w) sum = __fadd_rn(sum, parts[w]);
-    __syncthreads();  // as above
+    const float factor = kWeightUnit / float(*total);
+    __syncthreads();  // the total and the parts may be written again
     for (int i = c.lo + int(threadIdx.x); i < c.hi; i += kChooseThreads)  // each thread its own slots: no other reads them before
-      if (candidate(i)) weight[i] = __fadd_rn(g == 0 ? 0.0f : weight[i], expf(score[i] - most) / sum);
+      if (candidate(i)) {
+        const float w = __fmul_rn(weight_of(i), factor);
+        weight[i] = g == 0 ? w : __fadd_rn(weight[i], w);
+      }
   }
   // Weights are not negative, so their bits are in their order; 0 is for slots that are no candidates.
   choose_best(Selection(shared), c.lo, c.hi, c.wanted, 32, r.out + row * words, words, [&](int i) {

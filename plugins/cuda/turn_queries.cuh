@@ -22,12 +22,15 @@ __global__ void __launch_bounds__(kThreads) turn_queries(const Step s) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&header(s.layer)->traffic[kReadBodyMeta]), 2ull * p.key_dim * (b.intervals - oldest));
   for (int d = int(threadIdx.x); d < p.key_dim; d += kThreads) x[d] = load_rotated(s, s.q, t, head, d);
   __syncthreads();
-  for (int i = oldest + warp; i < b.intervals; i += kWarps) {
-    const __half* mean = b.mean + size_t(i) * p.key_dim;
+  // Sixteen lanes add up an interval as a register of 16 numbers does, first each its own and then in halves: the oracle's order, on which
+  // the second ranking rests.
+  for (int base = oldest + 2 * warp; base < b.intervals; base += 2 * kWarps) {
+    const int i = base + lane / 16;
     float sum = 0.0f;
-    for (int d = lane; d < p.key_dim; d += 32) sum = fmaf(x[d], to_float(mean[d]), sum);
-    sum = warp_sum(sum);
-    if (lane == 0) s.of_mean[row * p.intervals + i] = sum;
+    if (i < b.intervals)
+      for (int d = lane % 16; d < p.key_dim; d += 16) sum = __fadd_rn(sum, __fmul_rn(x[d], to_float(b.mean[size_t(i) * p.key_dim + d])));
+    for (int flip = 8; flip; flip >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, flip));
+    if (lane % 16 == 0 && i < b.intervals) s.of_mean[row * p.intervals + i] = sum;
   }
   __syncthreads();  // nobody reads the query as it was any more
   if (warp != 0) return;

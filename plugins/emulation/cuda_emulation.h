@@ -46,6 +46,10 @@ inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); r
 inline float __uint_as_float(unsigned u) { float v; std::memcpy(&v, &u, 4); return v; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += int(static_cast<signed char>(a >> i)) * int(static_cast<signed char>(b >> i));
+  return sum;
+}
 
 namespace emulation {
 

@@ -237,9 +237,7 @@ def test_retrieval_finds_the_key_that_the_query_points_at():
     text = Text(cache.params, 200)
     text.q[199] = 4 * np.repeat(text.k[57], 2, axis=0)
     feed(cache, text, 199)
-    keys, values, where = cache.everything(7)
-    seen = np.ones((2, cache.count), bool)
-    slots = cache.retrieved_slots(text.q[199].reshape(2, 2, -1), seen, keys[:, 4 : 4 + cache.count])
+    slots = cache.retrieved_slots(text.q[199].reshape(2, 2, -1), np.ones((2, cache.count), bool))
     assert all(57 in cache.state.body_pos[head, slots[head]] for head in range(2))
 
 
@@ -247,9 +245,8 @@ def test_without_re_ranking_slots_are_the_best_table_scores_by_brute_force():
     cache = make(retrieve=10, rerank=1)
     text = Text(cache.params, 180)
     feed(cache, text, 170)
-    keys, _, _ = cache.everything(10)
     query = text.q[170].reshape(2, 2, -1)
-    slots = cache.retrieved_slots(query, np.ones((2, cache.count), bool), keys[:, 4 : 4 + cache.count])
+    slots = cache.retrieved_slots(query, np.ones((2, cache.count), bool))
     for head in range(2):
         together = np.float32(0.4) * query[head].sum(0)
         table, step = signs.score_table(hadamard(together), cache.state.codebook[head])

@@ -13,7 +13,7 @@ from edgekv.layout import KEEPS, read_keys, write_keys
 from edgekv.reference.attention import softmax_row, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.scores import key_ranking, observe, ranking
-from edgekv.reference.self_index import index_plane, signs
+from edgekv.reference.self_index import index_plane, ranking as second_ranking, signs
 from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unbiased, unpack
 from edgekv.reference.self_index.transform import hadamard
 
@@ -56,12 +56,16 @@ class SelfIndexCache:
     def body(self) -> tuple[np.ndarray, np.ndarray]:
         """Dequantised keys and values of the body: float32 [kv_heads, count, key_dim] and [..., value_dim]."""
         p = self.params
-        *ends, size = np.cumsum(layout.record_parts(p))
-        magnitude, value, key_pairs, value_pairs = np.split(self.state.payload[:, : self.count, :size], ends, axis=-1)
+        magnitude, value, key_pairs, value_pairs = self._record_parts()
         magnitude = dequantise(unpack(magnitude, p["key_bits"]), _as_pairs(key_pairs), p["key_dim"])
         value = dequantise(unpack(value, p["value_bits"]), _as_pairs(value_pairs), p["value_dim"])
         keys = hadamard(signs.signs_of(self.codes()) * magnitude) + self._means_of_slots()
         return keys, hadamard(value)
+
+    def _record_parts(self) -> list[np.ndarray]:
+        """Magnitude codes, value codes, pairs of keys and of values of the body's records, bytes [kv_heads, count, ...]."""
+        *ends, size = np.cumsum(layout.record_parts(self.params))
+        return np.split(self.state.payload[:, : self.count, :size], ends, axis=-1)
 
     def everything(self, tail_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Keys, values (float32) and positions (int64) [kv_heads, n, ...] of sinks, body and tail rows, in order of position."""
@@ -94,42 +98,45 @@ class SelfIndexCache:
             n = self.sink_count + self.count + first + row + 1
             query = q[row].astype(np.float32).reshape(p["kv_heads"], -1, p["key_dim"])
             seen = visible(where[:, :n], position + row, p["sliding_window"])
-            seen &= self._retrieved(query, keys[:, :n], seen)
+            seen &= self._retrieved(query, seen)
             weights = softmax_row(query, keys[:, :n], seen, p["scale"], p["softcap"])
             y[row] = np.matmul(weights, values[:, :n]).reshape(p["q_heads"], p["value_dim"])
         return y
 
-    def retrieved_slots(self, query: np.ndarray, seen: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+    def retrieved_slots(self, query: np.ndarray, seen: np.ndarray) -> list[np.ndarray]:
         """Body slots that one row attends to, ascending, one array per kv head.
 
-        query float32 [kv_heads, group, key_dim]; seen bool and keys float32 [kv_heads, count(, key_dim)] of the body.
+        query float32 [kv_heads, group, key_dim]; seen bool [kv_heads, count] of the body.
         """
         p, chosen, codes, intervals = self.params, [], self.codes(), self._interval_of_slots()
-        newest = max(self.tail_base // p["tail_slots"] - 1, 0)
+        newest, means = max(self.tail_base // p["tail_slots"] - 1, 0), self.state.mean.astype(np.float32)
+        magnitude, _, key_pairs, _ = self._record_parts()
         for head in range(p["kv_heads"]):
             allowed = np.flatnonzero(seen[head])
             together = np.float32(p["scale"]) * query[head].sum(0, dtype=np.float32)
             table, step = signs.score_table(hadamard(together), self.state.codebook[head])
-            bias = signs.interval_bias(together, self.state.mean[head].astype(np.float32), newest, step)
+            bias = signs.interval_bias(together, means[head], newest, step)
             score = signs.scan(table, codes[head, allowed]) + bias[intervals[head, allowed]]
             wanted = min(self.retrieve, len(allowed))
             candidates = allowed[signs.best(score, wanted * self.rerank)]
             if len(candidates) > wanted:
-                among = np.zeros((1, self.count), bool)
-                among[0, candidates] = True
-                weight = softmax_row(query[head : head + 1], keys[head : head + 1], among, p["scale"], p["softcap"])[0].sum(0)
-                candidates = candidates[signs.best(weight[candidates], wanted)]
+                stored = unpack(magnitude[head, candidates], p["key_bits"]), _as_pairs(key_pairs[head, candidates])
+                weight = second_ranking.weights(
+                    query[head], hadamard(query[head]), *stored, signs.signs_of(codes[head, candidates]), p["key_bits"], means[head],
+                    intervals[head, candidates], p["scale"], p["softcap"],
+                )  # fmt: skip
+                candidates = candidates[signs.best(weight, wanted)]
             chosen.append(candidates)
         return chosen
 
-    def _retrieved(self, query: np.ndarray, keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    def _retrieved(self, query: np.ndarray, seen: np.ndarray) -> np.ndarray:
         """Mask over all slots: body slots that were not retrieved are False, sinks and tail never count."""
         mask = np.ones(seen.shape, bool)
         if self.retrieve is None:
             return mask
         part = slice(self.sink_count, self.sink_count + self.count)
         mask[:, part] = False
-        for head, slots in enumerate(self.retrieved_slots(query, seen[:, part], keys[:, part])):
+        for head, slots in enumerate(self.retrieved_slots(query, seen[:, part])):
             mask[head, self.sink_count + slots] = True
         return mask
 
