@@ -18,20 +18,22 @@ from edgekv import bundle, engine, layout, machine
 from edgekv.retrieval import parse_retrieval
 
 
-def fill(loaded, depth: int) -> int:
-    """Commits whole intervals of random tokens, at most `depth`; returns the position reached."""
+def fill(loaded, depth: int, steps: int) -> int:
+    """Commits whole intervals of random tokens and leaves the rest of `depth` in the tail, as far as `steps` more fit there; returns the
+    position reached."""
     random, views, start = np.random.default_rng(0), [], 0
     for layer in loaded.bundle.layers:
         views.append(layout.StateView(layer["params"], loaded.arena[start : start + layer["bytes"]]))
         start += -(-layer["bytes"] // 256) * 256
     position = 0
-    while position + loaded.boundary <= depth:
+    while True:
         for view in views:
-            for plane in (view.tail_k, view.tail_v, view.tail_q):
+            for plane in (view.tail_k, view.tail_v, view.tail_z, view.tail_q):
                 plane[:] = random.standard_normal(plane.shape, np.float32)
+        if position + loaded.boundary > depth:
+            return position + max(0, min(depth - position, loaded.boundary - steps))
         position += loaded.boundary
         loaded.compact(position)
-    return position
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--retrieve", type=parse_retrieval)
     options = parser.parse_args()
     engines = [engine.load(bundle.open_bundle(path, verify=False), options.threads) for path in options.bundles]
-    positions = [fill(loaded, options.depth) for loaded in engines]
+    positions = [fill(loaded, options.depth, options.steps) for loaded in engines]
     row, token = np.zeros(1, np.int64), np.array([100])
     rates: list[list[float]] = [[] for _ in engines]
     for loaded in engines:
