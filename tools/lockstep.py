@@ -106,7 +106,7 @@ class Seat(OnnxRuntimeEngine):
         super().__init__(bundle, threads=1, max_rows=max_rows)
 
     def _open(self) -> None:
-        self._has_shift = True  # the table's own graph computes
+        self._has_shift, self._logit_bytes = True, 0  # the table's own graph computes
 
     def _run(self, tokens: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         if not 0 <= position - self._tail_base <= self.boundary - len(tokens):

@@ -81,9 +81,12 @@ class Engine(Protocol):
         """What was read so far. Only for engines with a retrieval."""
         ...
 
-    def look(self, window: int | None) -> None:
+    def look(self, window: int | None, tokens: np.ndarray | None = None) -> int:
         """Until the next call, steps see the first 16 slots of each layer's body, its newest `window` and the tail; None: all.
         In a compressed layer they see the sinks, the tail and `window` tokens that the codes alone choose.
+
+        tokens (int64 [n]) names those whose logits are wanted; the others may come as -infinity. The same array again costs nothing.
+        Returns the bytes of weights that a step leaves out for it.
 
         Cheaper and less exact steps, for drafting. Must be None again before anything is committed.
         """

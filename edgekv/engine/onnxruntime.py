@@ -67,14 +67,17 @@ def session_options(threads: int, library: Path = native.LIBRARY) -> ort.Session
     return options
 
 
-def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -> tuple[ort.InferenceSession, bool]:
-    """A session of the bundle's graph, and whether the graph takes `shift`. BundleError when graph and manifest disagree."""
-    path = bundle.graph_path
+def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -> tuple[ort.InferenceSession, bool, int]:
+    """A session of the bundle's graph, whether the graph takes `shift`, and the bytes of weights behind its logits when these can be
+    chosen (`products.choose_logits`), else 0. BundleError when graph and manifest disagree.
+    """
+    path, logit_bytes = bundle.graph_path, 0
     try:
         if providers == CPU:
             # where the weights are that the graph names, since it comes as bytes and not from its folder
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-            session = ort.InferenceSession(products.for_cpu(path.read_bytes()), options, providers=providers)
+            graph, logit_bytes = products.for_cpu(path.read_bytes())
+            session = ort.InferenceSession(graph, options, providers=providers)
         else:
             session = ort.InferenceSession(str(path), options, providers=providers)
     except (*_ORT_ERRORS, OSError, ValueError) as error:
@@ -84,14 +87,14 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -
     given = {item.name: item.shape for item in session.get_inputs()}
     states = {name: shape for name, shape in given.items() if name.startswith("state.")}
     others = given.keys() - states.keys()
-    outputs = {item.name for item in session.get_outputs()}
+    outputs, chosen = {item.name for item in session.get_outputs()}, {products.TILES} if logit_bytes else set()
     if (
         states != wanted
-        or not {"input_ids", "position", "rows"} <= others <= {"input_ids", "position", "rows", "shift"}
+        or not {"input_ids", "position", "rows"} <= others - chosen <= {"input_ids", "position", "rows", "shift"}
         or outputs != {"logits"} | {f"{name}.out" for name in wanted}
     ):
         raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
-    return session, "shift" in others
+    return session, "shift" in others, logit_bytes
 
 
 def run_bound(session: ort.InferenceSession, binding: Any, bundle: Bundle) -> None:
@@ -160,20 +163,22 @@ class OnnxRuntimeEngine:
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
         self._session: ort.InferenceSession | None = None
+        self._tiles = self._all_tiles = np.zeros(0, np.int32)  # of logits that steps compute; none named: all
+        self._chosen, self._chosen_tokens = self._all_tiles, np.zeros(0, np.int64)
         self._open()
         machine.populate(bundle.folder)
         machine.huge_pages()
-        self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._bindings: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
 
     def _open(self) -> None:
         """Makes the run-time's session."""
-        self._session, self._has_shift = open_session(self.bundle, session_options(self.threads), CPU)
+        self._session, self._has_shift, self._logit_bytes = open_session(self.bundle, session_options(self.threads), CPU)
 
     def _binding(self, count: int, wanted: int) -> Any:
-        """The IO binding for blocks of T tokens with R rows of logits: views of the one set of buffers."""
-        key = (count, wanted)
+        """The IO binding for blocks of T tokens with R rows of logits, all or those chosen: views of the one set of buffers."""
+        key = (count, wanted, self._tiles is not self._all_tiles)
         if key in self._bindings:
             self._bindings.move_to_end(key)
             return self._bindings[key]
@@ -184,6 +189,8 @@ class OnnxRuntimeEngine:
         binding.bind_ortvalue_input("rows", value(self._rows[:wanted]))
         if self._has_shift:
             binding.bind_ortvalue_input("shift", value(self._shift))
+        if self._logit_bytes:
+            binding.bind_ortvalue_input(products.TILES, value(self._tiles))
         for index, state in enumerate(self._states):
             shared = value(state.view(np.int8))
             binding.bind_ortvalue_input(f"state.{index}", shared)
@@ -224,7 +231,7 @@ class OnnxRuntimeEngine:
         run_bound(self._session, self._binding(count, wanted), self.bundle)
         return self._logits[0, :wanted]
 
-    def look(self, window: int | None) -> None:
+    def look(self, window: int | None, tokens: np.ndarray | None = None) -> int:
         lanes = layout.LANES
         self._index.limit(window)
         for params, header, hidden in zip(self._params, self._headers, self._hidden, strict=True):
@@ -232,6 +239,16 @@ class OnnxRuntimeEngine:
                 continue
             end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
             hidden[:] = (lanes, end) if end > lanes else 0
+        if tokens is None or not self._logit_bytes:
+            self._tiles = self._all_tiles
+            return 0
+        if tokens is not self._chosen_tokens:
+            for key in [key for key in self._bindings if key[2]]:
+                del self._bindings[key]
+            self._chosen, self._chosen_tokens = np.unique(tokens // products.TILE).astype(np.int32), tokens
+        self._tiles = self._chosen
+        tiles = -(-self.vocab // products.TILE)
+        return self._logit_bytes * (tiles - len(self._tiles)) // tiles
 
     def hold_queries(self) -> None:
         if self.observe < 1:

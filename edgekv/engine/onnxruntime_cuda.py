@@ -57,7 +57,7 @@ class OnnxRuntimeCudaEngine:
         self._check_memory()
         # Only what is asked for: by default the provider doubles its pool, beside a cache whose size was planned.
         options = {"device_id": "0", "arena_extend_strategy": "kSameAsRequested"}
-        session, self._has_shift = open_session(
+        session, self._has_shift, _ = open_session(
             bundle, session_options(1, library=self._device.path), providers or [(PROVIDER, options), "CPUExecutionProvider"]
         )
         self._session: ort.InferenceSession | None = session
@@ -106,8 +106,9 @@ class OnnxRuntimeCudaEngine:
         run_bound(self._session, binding, self.bundle)
         return size[0]
 
-    def look(self, window: int | None) -> None:
+    def look(self, window: int | None, tokens: np.ndarray | None = None) -> int:
         self._cache.look(window)
+        return 0
 
     def hold_queries(self) -> None:
         self._cache.hold_queries()

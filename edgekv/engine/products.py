@@ -14,7 +14,9 @@ from collections import Counter
 import onnx
 
 BLOCK = 32
-_BIAS, _RESIDUAL, _NORM = 4, 5, 6  # inputs of QuantisedMatMul
+TILE = 8  # outputs that are computed together
+TILES = "logits.tiles"  # the input that says which logits are wanted, int32 [n]; empty: all
+_RESIDUAL, _NORM = 5, 6  # inputs of QuantisedMatMul
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: float = 0) -> float:
@@ -151,8 +153,21 @@ def put_in(model: onnx.ModelProto) -> None:
     model.graph.node.extend(kept.node)
 
 
-def for_cpu(data: bytes) -> bytes:
-    """A serialised graph with its products replaced; weights stay in the files that it names.
+def choose_logits(model: onnx.ModelProto) -> int:
+    """Gives the graph an input `logits.tiles` where the product that makes its output `logits` is ours, and returns the bytes of its
+    weights; else changes nothing and returns 0.
+    """
+    product = next((node for node in model.graph.node if node.op_type == "QuantisedMatMul" and node.output[0] == "logits"), None)
+    if product is None:
+        return 0
+    product.input.append(TILES)
+    model.graph.input.append(onnx.helper.make_tensor_value_info(TILES, onnx.TensorProto.INT32, [None]))
+    outputs, blocks, packed = next(tuple(tensor.dims) for tensor in model.graph.initializer if tensor.name == product.input[1])
+    return outputs * blocks * (packed + 5)  # codes, and a scale and a zero point per block
+
+
+def for_cpu(data: bytes) -> tuple[bytes, int]:
+    """A serialised graph with its products replaced, its weights still in the files that it names; and what choose_logits() says.
 
     Raises ValueError when the bytes are no ONNX model.
     """
@@ -162,4 +177,5 @@ def for_cpu(data: bytes) -> bytes:
     except Exception as error:  # protobuf's own class is no part of its interface
         raise ValueError(str(error)) from None
     put_in(model)
-    return model.SerializeToString()
+    logit_bytes = choose_logits(model)
+    return model.SerializeToString(), logit_bytes

@@ -248,8 +248,9 @@ class TensorRTEngine:
             return
         self._device.launch(self._graphs[key], self._memory.stream)
 
-    def look(self, window: int | None) -> None:
+    def look(self, window: int | None, tokens: np.ndarray | None = None) -> int:
         self._cache.look(window)
+        return 0
 
     def hold_queries(self) -> None:
         self._cache.hold_queries()

@@ -51,8 +51,8 @@ class SpeculationReport:
         """weight_bytes of the target: those that one step reads."""
         tally, drafter = speculation.tally, speculation.drafter
         own = drafter.name == "self"  # drafting with the target's weights reads the target's weights
-        steps = tally.steps + (tally.draft_steps if own else 0)
-        per_token = _ratio(weight_bytes * steps, tally.emitted)
+        read = weight_bytes * tally.steps + (drafter.weight_bytes * tally.draft_steps if own else 0)
+        per_token = _ratio(read, tally.emitted)
         return cls(
             drafter=drafter.name,
             gamma=gamma,

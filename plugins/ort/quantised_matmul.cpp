@@ -9,6 +9,7 @@
 //          4 bias      float32 [N], optional
 //          5 residual  float32 [..., N], optional: added to the product
 //          6 norm      float32 [K], optional: x is normalised by its root mean square and multiplied by this first (RMSNormalization)
+//          7 tiles     int32, optional: the tiles of eight outputs that are wanted; the others are -infinity. Absent or empty: all
 // output   float32 [..., N]
 // attributes  bits: 4 or 8
 //             sums: 1 when the sums of x's blocks are columns of the weights too, as AppendBlockSums makes them, else 0
@@ -19,6 +20,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "cpu/dispatch.h"
@@ -31,7 +33,7 @@
 namespace edgekv::ort {
 namespace {
 
-enum Input : size_t { kX, kCodes, kScales, kZeros, kBias, kResidual, kNorm, kInputs };
+enum Input : size_t { kX, kCodes, kScales, kZeros, kBias, kResidual, kNorm, kTiles, kInputs };
 
 constexpr int64_t kItemBytes = 24 << 10;  // of weights that a work item reads: a few microseconds, and they stay in the first cache
 constexpr int64_t kItemRows = 64;         // that meet them there
@@ -46,7 +48,7 @@ struct Kernel {
   int compute(KernelContext* context) const;
   struct Call {
     BlockSumsCall x;  // columns: after gating
-    Tensor more[kInputs - kBias];
+    Tensor more[kTiles - kBias], tiles;
   };
   int read(KernelContext* context, Call* call) const;
   const float* prepare(const Call& call, int64_t row, float* work) const;
@@ -74,8 +76,9 @@ int Kernel::read(KernelContext* context, Call* call) const {
   const WeightTiles& w = weights->tiles();
   BlockSumsCall& x = call->x;
   if (read_block_sums(api, context, &x)) return 1;
-  for (size_t i = kBias; i < kInputs; ++i)
+  for (size_t i = kBias; i < kTiles; ++i)
     if (read_input(api, context, i, &call->more[i - kBias])) return 1;
+  if (read_input(api, context, kTiles, &call->tiles)) return 1;
   const int64_t given = x.columns;
   if (gated) x = block_sums_call(x.x, given / 2);
   if (given % (gated + 1) != 0 || (sums ? x.width : x.wide) != w.blocks * kBlock)
@@ -85,6 +88,9 @@ int Kernel::read(KernelContext* context, Call* call) const {
   for (int i = 0; i < 3; ++i)
     if (call->more[i].data != nullptr && call->more[i].size() != sizes[i])
       return fail("%s must have %lld numbers", names[i], static_cast<long long>(sizes[i]));
+  const auto* tile = static_cast<const int32_t*>(call->tiles.data);
+  for (int64_t i = 0; tile != nullptr && i < call->tiles.size(); ++i)
+    if (tile[i] < 0 || tile[i] >= w.tiles) return fail("tiles must be between 0 and %lld", static_cast<long long>(w.tiles - 1));
   return 0;
 }
 
@@ -143,11 +149,16 @@ int Kernel::compute(KernelContext* context) const {
   }
   if (starved) return fail("out of memory");
 
-  const int64_t tiles = std::max<int64_t>(1, kItemBytes / tile_bytes(w)), parts = (w.tiles + tiles - 1) / tiles;
+  const auto* wanted = static_cast<const int32_t*>(call.tiles.data);
+  const int64_t count = wanted == nullptr ? w.tiles : call.tiles.size();
+  if (wanted != nullptr) std::fill(out.y, out.y + rows * w.rows, -std::numeric_limits<float>::infinity());
+  const int64_t tiles = std::max<int64_t>(1, kItemBytes / tile_bytes(w)), parts = (count + tiles - 1) / tiles;
   const int64_t row_parts = (rows + kItemRows - 1) / kItemRows;
   const auto multiply = [&](size_t item) {
-    const int64_t part = int64_t(item) % parts, row = int64_t(item) / parts * kItemRows;
-    kernel.multiply(w, part * tiles, std::min(w.tiles, (part + 1) * tiles), x, row, std::min(rows, row + kItemRows), out);
+    const int64_t part = int64_t(item) % parts, row = int64_t(item) / parts * kItemRows, end = std::min(rows, row + kItemRows);
+    const int64_t first = part * tiles, last = std::min(count, first + tiles);
+    if (wanted == nullptr) return kernel.multiply(w, first, last, x, row, end, out);
+    for (int64_t i = first; i < last; ++i) kernel.multiply(w, wanted[i], wanted[i] + 1, x, row, end, out);
   };
   threads.each(size_t(parts * row_parts), multiply);
   return 0;
@@ -156,7 +167,7 @@ int Kernel::compute(KernelContext* context) const {
 const CustomOp* make_op() {
   static CustomOp op = custom_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return kInputs; };
-  op.get_input_type = [](const CustomOp*, size_t i) { return i == kCodes || i == kZeros ? kUint8 : kFloat; };
+  op.get_input_type = [](const CustomOp*, size_t i) { return i == kCodes || i == kZeros ? kUint8 : i == kTiles ? kInt32 : kFloat; };
   op.get_input_presence = [](const CustomOp*, size_t i) { return i >= kBias ? kOptional : kRequired; };
   op.get_output_count = [](const CustomOp*) -> size_t { return 1; };
   op.get_output_type = [](const CustomOp*, size_t) { return kFloat; };

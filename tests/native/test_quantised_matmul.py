@@ -220,3 +220,21 @@ def test_what_does_not_fit_the_weights_is_refused():
         open_session(model(weights(4, 8, 2), 4, sums=2))
     with pytest.raises(Exception, match="must be a constant of the graph"):
         open_session(model(weights(4, 8, 2), 4, constant=False))
+
+
+@pytest.mark.parametrize("tiles", [[0], [12], [0, 1, 5, 12]])
+def test_only_wanted_tiles_are_computed(tiles):
+    given = weights(4, 100, 3)
+    made = model(given, 4)
+    made.graph.node[0].input.extend(["", "", "", "tiles"])
+    made.graph.input.append(helper.make_tensor_value_info("tiles", TensorProto.INT32, [None]))
+    session, x = open_session(made), np.random.default_rng(8).standard_normal((3, 96)).astype(np.float32)
+    (whole,) = session.run(None, {"x": x, "tiles": np.zeros(0, np.int32)})
+    np.testing.assert_array_equal(whole, open_session(model(given, 4)).run(None, {"x": x})[0])
+    (part,) = session.run(None, {"x": x, "tiles": np.array(tiles, np.int32)})
+    wanted = np.isin(np.arange(100) // 8, tiles)
+    np.testing.assert_array_equal(part[:, wanted], whole[:, wanted])
+    assert (part[:, ~wanted] == -np.inf).all()
+    for bad in (-1, 13):
+        with pytest.raises(Exception, match="tiles must be between 0 and 12"):
+            session.run(None, {"x": x, "tiles": np.array([bad], np.int32)})
