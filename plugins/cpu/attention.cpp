@@ -172,7 +172,10 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
     else
       kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
   };
-  (in.rows >= 8 ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
+  // Few rows are prepared at once, unless they meet the mean keys of many intervals.
+  const int64_t intervals = s.slots != nullptr ? view.header->tail_base / params.tail_slots : 0;
+  const bool long_preparation = in.rows >= 8 || heads * rows * intervals * params.key_dim >= kWorthThreads;
+  (long_preparation ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
   if (params.latent > 0) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
 
   if (in_turn) {

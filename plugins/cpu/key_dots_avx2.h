@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int kDotsAhead = 48;  // tokens: their records wait in the first cache
 constexpr int kDotTokens = 32;  // whose tables are made before their products: a token's are a long chain, those of many overlap
 
 // Levels of codes, 64 added, as bytes: 16 of them in either lane, the low lane's eight first.
@@ -115,7 +116,7 @@ inline void dots_of_heads(const PickedSlots& t, const int8_t* queries, const Who
     const int count = t.count - first < kDotTokens ? t.count - first : kDotTokens;
     gather_signs(b.index, b.key_dim / 4, groups, t.slots + first, count, signs);
     for (int i = 0; i < count; ++i) {
-      t.fetch_next(first + i);
+      t.fetch_next(first + i, kDotsAhead);
       largest[first + i] = make_tables<kBits>(t.record(first + i) + b.record.key_pairs, groups, tables + i * width);
     }
     for (int i = 0; i < count; i += 4) {

@@ -37,13 +37,13 @@ struct PackedBody {
   // Asks for a record that is needed soon: records are picked here and there, where no processor foresees them.
   __attribute__((always_inline)) void fetch(int slot) const {  // else GCC takes a call that only prefetches for one without effect
     const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
-    __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + record.bytes - 1, 0, 2);
+    __builtin_prefetch(at, 0, 3);
+    __builtin_prefetch(at + record.bytes - 1, 0, 3);
   }
   // Asks for the codes of a slot's block.
   __attribute__((always_inline)) void fetch_codes(int slot) const {
     const uint8_t* at = codes(slot);
-    for (int i = 0; i < 4 * key_dim; i += 64) __builtin_prefetch(at + i, 0, 3);
+    for (int i = 0; i < 4 * key_dim; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
   // Which mean key a position's token was coded against; in range whatever a damaged state holds.
   int interval_of(int32_t position) const {

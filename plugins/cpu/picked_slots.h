@@ -25,13 +25,13 @@ struct PickedSlots {
     }
   }
 
-  // Asks for what will be read of token i of the next tile: its record, the codes of its block and the positions that will be looked at.
-  // Tokens are picked here and there, where no processor foresees them.
-  __attribute__((always_inline)) void fetch_next(int i) const {
-    if (i + kTile >= listed) return;
-    const int slot = slots[i + kTile];
+  // Asks for what will be read of the token `ahead` behind token i: its record, the codes of its block and the positions that will be
+  // looked at. Tokens are picked here and there, where no processor foresees them.
+  __attribute__((always_inline)) void fetch_next(int i, int ahead = kTile) const {
+    if (i + ahead >= listed) return;
+    const int slot = slots[i + ahead];
     body.fetch(slot);
-    if (slot / EDGEKV_INDEX_TOKENS != slots[i + kTile - 1] / EDGEKV_INDEX_TOKENS) body.fetch_codes(slot);
+    if (slot / EDGEKV_INDEX_TOKENS != slots[i + ahead - 1] / EDGEKV_INDEX_TOKENS) body.fetch_codes(slot);
     if (i % kLanes == 0 || i % kLanes == kLanes - 1) __builtin_prefetch(body.positions + slot, 0, 2);
   }
 };
