@@ -25,7 +25,7 @@ ATTENTION_OPTIONS = {"observe": (None, 0), "score_normalise": (None, False), "sc
 HEAVY_OPTIONS = {"window": (None, 0), "score": (None,)} | ATTENTION_OPTIONS
 SELFINDEX_OPTIONS = ("key_bits", "value_bits", "retrieve", "rerank")
 SELFINDEX_SINKS = 64  # when the budget allows: the first tokens are cheap to keep in full and most attended
-DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK = 2, 4, "7.5%", 2  # docs/self_index.md has the figures behind them
+DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK = 4, 4, "7.5%", 2  # docs/self_index.md has the figures behind them
 
 
 def round_up(count: int, to: int) -> int:
@@ -48,7 +48,7 @@ class CachePolicy:
     positions        original: keys keep the rotation of their place in the text; cache: of their rank in the cache
     boundary         E: tokens between two compactions, a multiple of 16
     format           dense: keys and values as they are; selfindex: compressed keys that are their own index
-    key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 2)
+    key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 4)
     value_bits       bits per number of a compressed value, 2, 4 or 8 (selfindex; default 4)
     retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%)
     rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2)

@@ -218,9 +218,13 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: 
     found[f"exact choice, {key_bits}-bit keys of the cache"] = layer.judge(layer.exact, keys)
     shrunk = hadamard(np.where(spread >= 0, 1, -1) * refitted(np.abs(spread), key_bits)) + slot_mean
     found[f"exact choice, {key_bits}-bit keys of least squares"] = layer.judge(layer.exact, shrunk)
-    for width in (2, 4, 8):
+    all_tokens = np.ones_like(layer.exact)
+    for width in (2, 3, 4):
+        packed = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread), width)) + slot_mean
+        found[f"everything, {width}-bit magnitudes of keys"] = layer.judge(all_tokens, packed)
+    for width in (2, 3, 4, 8):
         packed = hadamard(refitted(hadamard(layer.v[:, layer.body]), width))
-        found[f"exact choice, {width}-bit values of the cache"] = layer.judge(layer.exact, None, packed)
+        found[f"everything, {width}-bit values"] = layer.judge(all_tokens, None, packed)
     return found
 
 

@@ -20,9 +20,9 @@ KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
               help="What stays in the cache: every token; sinks and newest; sinks, newest and the heaviest others.")  # fmt: skip
 @click.option("--kv-budget", help="Size of the cache: bytes (2MiB), tokens (1024tok) or percent of the context (25%).")
 @click.option("--cache", "format", type=click.Choice(["dense", "selfindex"]), default="dense", show_default=True,
-              help="How keys and values are stored: as they are, or compressed to about a fifth, with keys that are their own index.")  # fmt: skip
+              help="How keys and values are stored: as they are, or compressed to about a third (a fifth with --key-bits 2 --value-bits 2), with keys that are their own index.")  # fmt: skip
 @click.option("--key-bits", type=click.Choice(["2", "4"]), callback=lambda ctx, option, text: text and int(text),
-              help="Bits per number of a compressed key, beside its sign (selfindex); default 2.")  # fmt: skip
+              help="Bits per number of a compressed key, beside its sign (selfindex); default 4.")  # fmt: skip
 @click.option("--value-bits", type=click.Choice(["2", "4", "8"]), callback=lambda ctx, option, text: text and int(text),
               help="Bits per number of a compressed value (selfindex); default 4.")  # fmt: skip
 @click.option("--retrieve", help="Compressed tokens that a generated token attends to: 96, 7.5% or all (selfindex); default 7.5%.")

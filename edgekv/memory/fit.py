@@ -79,9 +79,9 @@ def candidates(policy: CachePolicy, context: int, formats: list[WeightFormat]) -
     element = policy.element
     for weights in formats:
         yield weights, CachePolicy(keep="full", element=element), None
-    for bits in (4, 2):
+    for key_bits, value_bits in ((4, 4), (2, 4), (2, 2)):
         for weights in formats:
-            yield weights, CachePolicy(keep="full", element=element, format="selfindex", key_bits=2, value_bits=bits), None
+            yield weights, CachePolicy(keep="full", element=element, format="selfindex", key_bits=key_bits, value_bits=value_bits), None
     for keep in ("heavy", "window"):
         for share in SHARES:
             tokens = int(context * share / 100) // 16 * 16

@@ -89,7 +89,7 @@ def test_inspect_itemises_every_plane(source, tmp_path):
     assert sum(size for name, size in owners.items() if name.startswith("kv ")) == made.arena_bytes
     assert owners["kv index"] == planes["index"] and owners["kv sinks"] == planes["sink_k"] + planes["sink_v"]
     words = run("inspect", made.folder).output
-    for part in ("codebook", "3-bit keys, 4-bit values", "7.5% of the compressed tokens", "bytes per token and kv head"):
+    for part in ("codebook", "5-bit keys, 4-bit values", "7.5% of the compressed tokens", "bytes per token and kv head"):
         assert part in " ".join(words.split())
 
 

@@ -47,10 +47,10 @@ def test_fit_compresses_all_before_it_drops_any():
     needed = planner.memory_plan(s, int4, planned(), PI).needed
     assert fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed)).plan.policy.format == "dense"
     choice = fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed - (100 << 20)))
-    assert (choice.plan.policy.keep, choice.plan.policy.format, choice.plan.policy.value_bits) == ("full", "selfindex", 4)
-    assert "--cache selfindex --key-bits 2 --value-bits 4" in choice.command("model", s)
+    assert (choice.plan.policy.keep, choice.plan.policy.format, choice.plan.policy.key_bits) == ("full", "selfindex", 4)
+    assert "--cache selfindex --key-bits 4 --value-bits 4" in choice.command("model", s)
     smaller = fit(s, PI, CachePolicy(), int4, Constraints(CONTEXT, memory=needed - (132 << 20)))
-    assert smaller.plan.policy.value_bits == 2 and smaller.plan.arena_bytes < choice.plan.arena_bytes
+    assert (smaller.plan.policy.key_bits, smaller.plan.policy.value_bits) == (2, 2) and smaller.plan.arena_bytes < choice.plan.arena_bytes
 
 
 def test_no_compressed_cache_where_there_are_no_kernels_for_it():
@@ -67,4 +67,4 @@ def test_longest_context_of_a_compressed_cache():
     dense, _ = planner.longest_context(CachePolicy(), s, room)
     packed, made = planner.longest_context(CachePolicy(format="selfindex"), s, room)
     assert packed > 2 * dense and made.arena_bytes <= room
-    assert layout.token_bytes(made.layers[0]) == 72
+    assert layout.token_bytes(made.layers[0]) == 88
