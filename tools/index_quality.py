@@ -220,7 +220,8 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: 
     found[f"exact choice, {key_bits}-bit keys of least squares"] = layer.judge(layer.exact, shrunk)
     all_tokens = np.ones_like(layer.exact)
     for width in (2, 3, 4):
-        packed = hadamard(np.where(spread >= 0, 1, -1) * magnitudes(np.abs(spread), width)) + slot_mean
+        magnitude, pairs = quantise(np.abs(spread), width)
+        packed = hadamard(positive * dequantise(magnitude, unbiased(np.abs(spread), magnitude, pairs), layer.dim)) + slot_mean
         found[f"everything, {width}-bit magnitudes of keys"] = layer.judge(all_tokens, packed)
     for width in (2, 3, 4, 8):
         packed = hadamard(refitted(hadamard(layer.v[:, layer.body]), width))
