@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -58,8 +59,9 @@ def rss() -> int:
 _POPULATE_READ = 22  # madvise(2): page in for reading, Linux 5.14 and newer
 
 
-def populate(folder: Path) -> None:
-    """Brings what this process has mapped of the files in `folder` into its memory now, instead of page by page at first use.
+def populate(folder: Path, ranges: list[tuple[int, int]] | None = None) -> None:
+    """Brings what this process has mapped of the files in `folder` into its memory now, instead of page by page at first use. ranges:
+    only these (offset, bytes) of each file.
 
     A table that is looked up row by row would otherwise grow the resident set for as long as new rows come up, and each new row
     would wait for the disk. Older kernels refuse; then nothing changes.
@@ -72,7 +74,11 @@ def populate(folder: Path) -> None:
             fields = line.rstrip("\n").split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith(start):
                 first, last = (int(number, 16) for number in fields[0].split("-"))
-                libc.madvise(first, last - first, _POPULATE_READ)
+                offset = int(fields[2], 16)
+                for begin, size in ranges if ranges is not None else [(offset, last - first)]:
+                    low, high = max(begin, offset) // mmap.PAGESIZE * mmap.PAGESIZE, min(begin + size, offset + last - first)
+                    if low < high:
+                        libc.madvise(first + low - offset, high - low, _POPULATE_READ)
 
 
 _HUGEPAGE, _COLLAPSE = 14, 25  # madvise(2): use huge pages, and make them of what is there (Linux 6.1 and newer)

@@ -67,17 +67,17 @@ def session_options(threads: int, library: Path = native.LIBRARY) -> ort.Session
     return options
 
 
-def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -> tuple[ort.InferenceSession, bool, int]:
-    """A session of the bundle's graph, whether the graph takes `shift`, and the bytes of weights behind its logits when these can be
-    chosen (`products.choose_logits`), else 0. BundleError when graph and manifest disagree.
+def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -> tuple[ort.InferenceSession, bool, products.CpuGraph | None]:
+    """A session of the bundle's graph, whether the graph takes `shift`, and what was loaded in its place for the CPU. BundleError when
+    graph and manifest disagree.
     """
-    path, logit_bytes = bundle.graph_path, 0
+    path, graph = bundle.graph_path, None
     try:
         if providers == CPU:
             # where the weights are that the graph names, since it comes as bytes and not from its folder
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-            graph, logit_bytes = products.for_cpu(path.read_bytes())
-            session = ort.InferenceSession(graph, options, providers=providers)
+            graph = products.for_cpu(path.read_bytes())
+            session = ort.InferenceSession(graph.data, options, providers=providers)
         else:
             session = ort.InferenceSession(str(path), options, providers=providers)
     except (*_ORT_ERRORS, OSError, ValueError) as error:
@@ -87,14 +87,14 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: list) -
     given = {item.name: item.shape for item in session.get_inputs()}
     states = {name: shape for name, shape in given.items() if name.startswith("state.")}
     others = given.keys() - states.keys()
-    outputs, chosen = {item.name for item in session.get_outputs()}, {products.TILES} if logit_bytes else set()
+    outputs, chosen = {item.name for item in session.get_outputs()}, {products.TILES} if graph is not None and graph.logit_bytes else set()
     if (
         states != wanted
         or not {"input_ids", "position", "rows"} <= others - chosen <= {"input_ids", "position", "rows", "shift"}
         or outputs != {"logits"} | {f"{name}.out" for name in wanted}
     ):
         raise BundleError(f"{path} does not have the inputs and outputs that its manifest describes; export the bundle again.")
-    return session, "shift" in others, logit_bytes
+    return session, "shift" in others, graph
 
 
 def run_bound(session: ort.InferenceSession, binding: Any, bundle: Bundle) -> None:
@@ -166,7 +166,6 @@ class OnnxRuntimeEngine:
         self._tiles = self._all_tiles = np.zeros(0, np.int32)  # of logits that steps compute; none named: all
         self._chosen, self._chosen_tokens = self._all_tiles, np.zeros(0, np.int64)
         self._open()
-        machine.populate(bundle.folder)
         machine.huge_pages()
         self._bindings: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
@@ -174,7 +173,9 @@ class OnnxRuntimeEngine:
 
     def _open(self) -> None:
         """Makes the run-time's session."""
-        self._session, self._has_shift, self._logit_bytes = open_session(self.bundle, session_options(self.threads), CPU)
+        self._session, self._has_shift, graph = open_session(self.bundle, session_options(self.threads), CPU)
+        self._logit_bytes = graph.logit_bytes
+        machine.populate(self.bundle.folder, graph.ranges)
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits, all or those chosen: views of the one set of buffers."""

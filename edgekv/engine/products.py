@@ -10,6 +10,7 @@ normalisation or the gate in front of it and the addition behind it.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import onnx
 
@@ -166,11 +167,26 @@ def choose_logits(model: onnx.ModelProto) -> int:
     return outputs * blocks * (packed + 5)  # codes, and a scale and a zero point per block
 
 
-def for_cpu(data: bytes) -> tuple[bytes, int]:
-    """A serialised graph with its products replaced, its weights still in the files that it names; and what choose_logits() says.
+def _read_from_file(model: onnx.ModelProto) -> list[tuple[int, int]]:
+    """(offset, bytes) in its file of every initialiser that something else than a product reads."""
+    used = {name for node in model.graph.node if node.op_type != "QuantisedMatMul" for name in node.input}
+    found = []
+    for tensor in model.graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if tensor.name in used and "location" in place:
+            found.append((int(place.get("offset", 0)), int(place.get("length", 0))))
+    return found
 
-    Raises ValueError when the bytes are no ONNX model.
-    """
+
+@dataclass(frozen=True)
+class CpuGraph:
+    data: bytes  # the graph; its weights stay in the files that it names
+    logit_bytes: int  # see choose_logits()
+    ranges: list[tuple[int, int]]  # of these files that are still read once the products' weights have been laid out anew
+
+
+def for_cpu(data: bytes) -> CpuGraph:
+    """A serialised graph with its products replaced. Raises ValueError when the bytes are no ONNX model."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -178,4 +194,4 @@ def for_cpu(data: bytes) -> tuple[bytes, int]:
         raise ValueError(str(error)) from None
     put_in(model)
     logit_bytes = choose_logits(model)
-    return model.SerializeToString(), logit_bytes
+    return CpuGraph(model.SerializeToString(), logit_bytes, _read_from_file(model))

@@ -53,7 +53,7 @@ class _Session:
         from edgekv.engine import products
         from edgekv.engine.onnxruntime import CPU, session_options
 
-        self._session = ort.InferenceSession(products.for_cpu(graph.model())[0], session_options(threads), providers=CPU)
+        self._session = ort.InferenceSession(products.for_cpu(graph.model()).data, session_options(threads), providers=CPU)
         machine.huge_pages()
         self._binding, self._kept = self._session.io_binding(), (inputs, outputs)
         for name, array in inputs.items():

@@ -17,8 +17,13 @@
 //             epsilon: of the normalisation
 #include "ort/quantised_matmul.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -37,6 +42,25 @@ enum Input : size_t { kX, kCodes, kScales, kZeros, kBias, kResidual, kNorm, kTil
 
 constexpr int64_t kItemBytes = 24 << 10;  // of weights that a work item reads: a few microseconds, and they stay in the first cache
 constexpr int64_t kItemRows = 64;         // that meet them there
+
+// Takes the pages of a tensor out of this process when they are a file's, because its numbers are laid out elsewhere now. Whoever reads
+// them again gets them from the file.
+void let_go(const Tensor& tensor, size_t bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(tensor.data), last = first + bytes;
+  FILE* maps = std::fopen("/proc/self/maps", "re");
+  if (maps == nullptr) return;
+  char line[512];
+  while (std::fgets(line, sizeof(line), maps) != nullptr) {
+    uintptr_t begin, end;
+    unsigned long inode;
+    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*4s %*x %*x:%*x %lu", &begin, &end, &inode) != 3) continue;
+    if (inode == 0 || begin > first || last > end) continue;
+    const auto page = uintptr_t(sysconf(_SC_PAGESIZE)), from = (first + page - 1) / page * page, to = last / page * page;
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
+    break;
+  }
+  std::fclose(maps);
+}
 
 struct Kernel {
   static constexpr const char* kName = "QuantisedMatMul";
@@ -69,6 +93,8 @@ int Kernel::create(const KernelInfo* info) {
     return fail("scales and zeros must have one number for each of the %lld blocks of codes", static_cast<long long>(rows * blocks));
   weights = std::make_unique<Weights>(bits, rows, blocks, static_cast<const uint8_t*>(codes.data), static_cast<const float*>(scales.data),
                                       static_cast<const uint8_t*>(zeros.data));
+  let_go(codes, size_t(codes.size()));
+  let_go(scales, size_t(scales.size()) * sizeof(float));
   return 0;
 }
 

@@ -36,6 +36,16 @@ def test_mapped_tables_are_in_memory_before_they_are_used(tmp_path):
             assert resident(outside / "model.onnx.data") < size
 
 
+def test_parts_of_a_mapped_file_can_be_named(tmp_path):
+    size, page = 8 << 20, mmap.PAGESIZE
+    (tmp_path / "model.onnx.data").write_bytes(b"\1" * size)
+    with open(tmp_path / "model.onnx.data", "rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ):
+        machine.populate(tmp_path, [])
+        assert resident(tmp_path / "model.onnx.data") == 0
+        machine.populate(tmp_path, [(5 * page + 1, page), (size - page, 2 * page)])
+        assert 2 * page <= resident(tmp_path / "model.onnx.data") < size
+
+
 def anonymous_huge_pages() -> int:
     with open("/proc/self/smaps_rollup", encoding="utf-8") as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("AnonHugePages:"))
