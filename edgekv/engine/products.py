@@ -49,7 +49,7 @@ class _Graph:
 
 def _product(node: onnx.NodeProto, graph: _Graph) -> onnx.NodeProto | None:
     """What takes the place of a MatMulNBits; None when QuantisedMatMul does not compute it."""
-    x, codes, scales, zeros, groups, bias = [*node.input, "", "", ""][:6]
+    x, codes, scales, zeros, groups, bias = [*node.input, *[""] * 6][:6]
     bits = _attribute(node, "bits", 4)
     if _attribute(node, "block_size") != BLOCK or bits not in (4, 8) or groups or not {codes, scales, zeros} <= graph.constants.keys():
         return None
@@ -186,12 +186,12 @@ class CpuGraph:
 
 
 def for_cpu(data: bytes) -> CpuGraph:
-    """A serialised graph with its products replaced. Raises ValueError when the bytes are no ONNX model."""
+    """A serialised graph with its products replaced. Raises ValueError when the bytes are no ONNX model, or one with damaged nodes."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
-    except Exception as error:  # protobuf's own class is no part of its interface
-        raise ValueError(str(error)) from None
-    put_in(model)
-    logit_bytes = choose_logits(model)
+        put_in(model)
+        logit_bytes = choose_logits(model)
+    except Exception as error:  # protobuf's own class is no part of its interface, and a damaged node may lack anything
+        raise ValueError(f"its graph is damaged ({error})") from None
     return CpuGraph(model.SerializeToString(), logit_bytes, _read_from_file(model))

@@ -175,6 +175,19 @@ def test_sums_that_others_use_stay():
     assert sorted(node.op_type for node in made.graph.node) == ["AppendBlockSums", "QuantisedMatMul"]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_damaged_graph_is_refused(node):
+    made = model(weights(4, 8, 2), 4, ours=False, sums=1)
+    del made.graph.node[node].input[:]
+    if node == 1:  # no weights: left to ONNX Runtime, which refuses it
+        assert products.for_cpu(made.SerializeToString()).logit_bytes == 0
+        return
+    with pytest.raises(ValueError, match="its graph is damaged"):
+        products.for_cpu(made.SerializeToString())
+    with pytest.raises(ValueError, match="its graph is damaged"):
+        products.for_cpu(b"\xff" * 100)
+
+
 def test_other_products_stay():
     made = model(weights(4, 8, 2), 4, ours=False)
     next(a for a in made.graph.node[0].attribute if a.name == "block_size").i = 64
