@@ -9,6 +9,7 @@
 #include "cpu/packed_queries.h"
 #include "cpu/attend.h"
 #include "cpu/picked.h"
+#include "cpu/picked_scores.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
 #include "cpu/key_dots_avx2.h"

@@ -99,25 +99,6 @@ inline void score_heads(const Picked& t, const float* queries, int dim, const fl
   }
 }
 
-template <int kBits>
-inline void score_rows(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
-  for (int r = 0; r < rows; r += kHeadsAtOnce) {
-    const float *q = queries + r * dim, *of_mean = bias + int64_t(r) * t.body.intervals;
-    float* to = out + r * stride;
-    switch (rows - r) {
-      case 1: score_heads<1, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
-      case 2: score_heads<2, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
-      case 3: score_heads<3, kBits>(t, q, dim, of_mean, to, stride, r == 0); break;
-      default: score_heads<4, kBits>(t, q, dim, of_mean, to, stride, r == 0);
-    }
-  }
-}
-
-// The same for any number of queries.
-inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
-  t.body.key_bits == 2 ? score_rows<2>(t, queries, rows, dim, bias, out, stride) : score_rows<4>(t, queries, rows, dim, bias, out, stride);
-}
-
 // Adds the weighted values of picked tokens to G groups of 32 numbers, from group `first` on, of R rows: sums [R][sums_stride] in the order
 // in which value_group hands numbers over, weights [R][kTile].
 template <int R, int G, int kBits>

@@ -140,8 +140,8 @@ inline __m256 sum_each(const __m256 x[8]) {
 
 // Scores of R ordered queries against picked tokens: out [R][stride], written two at a time.
 template <int R, int kBits>
-inline void score_heads(const Picked& t, const float* queries, const float* bias, float* out, int64_t stride, bool first_heads) {
-  const int groups = t.body.key_groups(), entry = t.key_entry;
+inline void score_heads(const Picked& t, const float* queries, int dim, const float* bias, float* out, int64_t stride, bool first_heads) {
+  const int groups = dim / EDGEKV_GROUP, entry = t.key_entry;
   for (int i = 0; i < t.count; i += 2) {
     if (first_heads) t.fetch_next(i), t.fetch_next(i + 1);
     const int token[2] = {i, i + 1 < t.count ? i + 1 : i};
@@ -176,25 +176,6 @@ inline void score_heads(const Picked& t, const float* queries, const float* bias
     _mm256_store_ps(each, sum_each(all));
     for (int r = 0; r < R; ++r) std::memcpy(out + r * stride + i, each + 2 * r, 8);
   }
-}
-
-template <int kBits>
-inline void score_rows(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
-  for (int r = 0; r < rows; r += kHeadsAtOnce) {
-    const float *q = queries + r * dim, *of_mean = bias + int64_t(r) * t.body.intervals;
-    float* to = out + r * stride;
-    switch (rows - r) {
-      case 1: score_heads<1, kBits>(t, q, of_mean, to, stride, r == 0); break;
-      case 2: score_heads<2, kBits>(t, q, of_mean, to, stride, r == 0); break;
-      case 3: score_heads<3, kBits>(t, q, of_mean, to, stride, r == 0); break;
-      default: score_heads<4, kBits>(t, q, of_mean, to, stride, r == 0);
-    }
-  }
-}
-
-// The same for any number of queries.
-inline void score_picked(const Picked& t, const float* queries, int rows, int dim, const float* bias, float* out, int64_t stride) {
-  t.body.key_bits == 2 ? score_rows<2>(t, queries, rows, dim, bias, out, stride) : score_rows<4>(t, queries, rows, dim, bias, out, stride);
 }
 
 // Adds the weighted values of picked tokens to sums [R][stride], weights [R][kTile], 16 numbers of all tokens after the other.
