@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from thin_key_table import compare, load_ids, losses, model_geometry
+from thin_key_table import compare, losses, read
 
-from edgekv.export import load
 from edgekv.export.thin import latent, make, ranks
 from edgekv.layout import GROUP
 from edgekv.reference.self_index import quantise
@@ -87,13 +86,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    source = load.find(given.model)
-    context = source.config.max_position_embeddings
-    model = make.load_model(source, context)
-    vocab, geometry = model.get_output_embeddings().weight.shape[0], model_geometry(model)
-    text = make.chunks_of(source, given.calibrate.read_text(encoding="utf-8"), vocab, context, given.tokens)
-    ids = [i for i in load_ids(source, given.evaluate) if i < vocab][: given.chunks * given.length]
-    pieces = torch.tensor(ids).view(-1, given.length)
+    model, geometry, _, text, pieces = read(given)
     full = losses(model, pieces, {}, 0)
     print(f"full keys: perplexity {full[0].mean().exp():.2f}", flush=True)
 

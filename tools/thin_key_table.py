@@ -63,6 +63,17 @@ def compare(full, thin) -> str:
     return f"{100 * math.expm1(mean):+7.2f} %  ({low:+.2f} to {high:+.2f})  same top token {(thin[1] == full[1]).float().mean():.1%}"
 
 
+def read(given: argparse.Namespace) -> tuple:
+    """The model, its geometry and context, the calibration text in chunks, and the evaluated one in pieces int64 [n, length]."""
+    source = load.find(given.model)
+    context = source.config.max_position_embeddings
+    model = make.load_model(source, context)
+    vocab = model.get_output_embeddings().weight.shape[0]
+    text = make.chunks_of(source, given.calibrate.read_text(encoding="utf-8"), vocab, context, given.tokens)
+    ids = [i for i in load_ids(source, given.evaluate) if i < vocab][: given.chunks * given.length]
+    return model, model_geometry(model), context, text, torch.tensor(ids).view(-1, given.length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -78,13 +89,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    source = load.find(given.model)
-    context = source.config.max_position_embeddings
-    model = make.load_model(source, context)
-    vocab, geometry = model.get_output_embeddings().weight.shape[0], model_geometry(model)
-    text = make.chunks_of(source, given.calibrate.read_text(encoding="utf-8"), vocab, context, given.tokens)
-    ids = [i for i in load_ids(source, given.evaluate) if i < vocab][: given.chunks * given.length]
-    pieces = torch.tensor(ids).view(-1, given.length)
+    model, geometry, context, text, pieces = read(given)
     begun = time.monotonic()
     full = {start: losses(model, pieces, {}, start) for start in (0, *given.far)}
     print(f"{given.model}: calibrated on {text.numel()} tokens of {given.calibrate.name}, {pieces.numel()} tokens of {given.evaluate.name} in pieces of "

@@ -18,7 +18,7 @@ from edgekv.retrieval import Retrieval
 
 CPU = ["CPUExecutionProvider"]
 ALIGNMENT = 256  # of the arena and of every state in it
-_MAX_BINDINGS = 64  # remembered (T, R) pairs; each holds only references
+_MAX_BINDINGS = 64  # remembered sizes of a step; each holds only references
 _ORT_ERRORS = tuple(
     error for error in vars(ort.capi.onnxruntime_pybind11_state).values() if isinstance(error, type) and issubclass(error, Exception)
 ) + (RuntimeError,)
@@ -163,11 +163,12 @@ class OnnxRuntimeEngine:
         self._position, self._shift = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rows = np.zeros(max_rows, np.int64)
         self._session: ort.InferenceSession | None = None
-        self._tiles = self._all_tiles = np.zeros(0, np.int32)  # of logits that steps compute; none named: all
-        self._chosen, self._chosen_tokens = self._all_tiles, np.zeros(0, np.int64)
+        # the first _tile_count name the tiles of logits that steps compute, 0: all; _chosen of them hold _chosen_tokens
+        self._tiles, self._tile_count = np.zeros(-(-self.vocab // products.TILE), np.int32), 0
+        self._chosen, self._chosen_tokens = 0, np.zeros(0, np.int64)
         self._open()
         machine.huge_pages()
-        self._bindings: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
+        self._bindings: OrderedDict[tuple[int, int, int], Any] = OrderedDict()
         self._compact_layers: native.Compactor | None = native.Compactor(self._params, self._states, self._inv_freq)
         self.reset()
 
@@ -179,7 +180,7 @@ class OnnxRuntimeEngine:
 
     def _binding(self, count: int, wanted: int) -> Any:
         """The IO binding for blocks of T tokens with R rows of logits, all or those chosen: views of the one set of buffers."""
-        key = (count, wanted, self._tiles is not self._all_tiles)
+        key = (count, wanted, self._tile_count)
         if key in self._bindings:
             self._bindings.move_to_end(key)
             return self._bindings[key]
@@ -191,7 +192,7 @@ class OnnxRuntimeEngine:
         if self._has_shift:
             binding.bind_ortvalue_input("shift", value(self._shift))
         if self._logit_bytes:
-            binding.bind_ortvalue_input(products.TILES, value(self._tiles))
+            binding.bind_ortvalue_input(products.TILES, value(self._tiles[: self._tile_count]))
         for index, state in enumerate(self._states):
             shared = value(state.view(np.int8))
             binding.bind_ortvalue_input(f"state.{index}", shared)
@@ -240,16 +241,15 @@ class OnnxRuntimeEngine:
                 continue
             end = 0 if window is None else (int(header["body_count"][0]) - window) // lanes * lanes
             hidden[:] = (lanes, end) if end > lanes else 0
+        self._tile_count = 0
         if tokens is None or not self._logit_bytes:
-            self._tiles = self._all_tiles
             return 0
         if tokens is not self._chosen_tokens:
-            for key in [key for key in self._bindings if key[2]]:
-                del self._bindings[key]
-            self._chosen, self._chosen_tokens = np.unique(tokens // products.TILE).astype(np.int32), tokens
-        self._tiles = self._chosen
-        tiles = -(-self.vocab // products.TILE)
-        return self._logit_bytes * (tiles - len(self._tiles)) // tiles
+            tiles = np.unique(tokens // products.TILE)
+            self._tiles[: tiles.size] = tiles
+            self._chosen, self._chosen_tokens = tiles.size, tokens
+        self._tile_count = self._chosen
+        return self._logit_bytes * (self._tiles.size - self._chosen) // self._tiles.size
 
     def hold_queries(self) -> None:
         if self.observe < 1:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import onnx
 
-BLOCK = 32
-TILE = 8  # outputs that are computed together
+BLOCK, TILE = 32, 8  # columns with one scale, outputs computed together: kBlock and kTileRows of plugins/cpu/weights.h
 TILES = "logits.tiles"  # the input that says which logits are wanted, int32 [n]; empty: all
-_RESIDUAL, _NORM = 5, 6  # inputs of QuantisedMatMul
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: float = 0) -> float:
@@ -25,6 +23,10 @@ def _attribute(node: onnx.NodeProto, name: str, default: float = 0) -> float:
         if attribute.name == name:
             return attribute.f if attribute.type == onnx.AttributeProto.FLOAT else attribute.i
     return default
+
+
+def _is(node: onnx.NodeProto | None, op: str, domain: str = "") -> bool:
+    return node is not None and (node.domain, node.op_type) == (domain, op)
 
 
 class _Graph:
@@ -35,65 +37,91 @@ class _Graph:
         self.constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         self.nodes = list(graph.node)
         self.maker = {name: node for node in self.nodes for name in node.output if name}
-        self.adds = {name: node for node in self.nodes if (node.domain, node.op_type) == ("", "Add") for name in node.input}
+        self.adds = {name: node for node in self.nodes if _is(node, "Add") for name in node.input}
         self.uses = Counter(name for node in self.nodes for name in node.input)
         self.uses.update(output.name for output in graph.output)
         self.widths: dict[str, int] = {}  # last dimensions that are known
         self.instead: dict[int, onnx.NodeProto | None] = {}  # by id() of a node: what takes its place, None: nothing
 
-    def only(self, name: str, op: str, domain: str = "") -> onnx.NodeProto | None:
+    def only(self, name: str, op: str) -> onnx.NodeProto | None:
         """The node that makes a value which nothing else uses, if it is such an operator."""
         node = self.maker.get(name)
-        return node if node is not None and self.uses[name] == 1 and (node.domain, node.op_type) == (domain, op) else None
+        return node if _is(node, op) and self.uses[name] == 1 else None
+
+    def drop(self, *nodes: onnx.NodeProto) -> None:
+        self.instead.update((id(node), None) for node in nodes)
 
 
-def _product(node: onnx.NodeProto, graph: _Graph) -> onnx.NodeProto | None:
-    """What takes the place of a MatMulNBits; None when QuantisedMatMul does not compute it."""
-    x, codes, scales, zeros, groups, bias = [*node.input, *[""] * 6][:6]
-    bits = _attribute(node, "bits", 4)
-    if _attribute(node, "block_size") != BLOCK or bits not in (4, 8) or groups or not {codes, scales, zeros} <= graph.constants.keys():
-        return None
-    sums = graph.maker.get(x)
-    appended = sums is not None and (sums.domain, sums.op_type) == ("edgekv", "AppendBlockSums")
-    inputs = [sums.input[0] if appended else x, codes, scales, zeros, bias, "", ""]
-    return onnx.helper.make_node(
-        "QuantisedMatMul", inputs, list(node.output), name=node.name, domain="edgekv", bits=int(bits), sums=int(appended), gated=0, epsilon=0.0
-    )
+class _Product:
+    """A QuantisedMatMul in the making, from a MatMulNBits that it can compute."""
+
+    def __init__(self, node: onnx.NodeProto, graph: _Graph):
+        self.x, self.codes, self.scales, self.zeros, _, self.bias = _inputs(node)
+        self.name, self.output = node.name, node.output[0]
+        self.bits, self.sums, self.gated, self.epsilon = int(_attribute(node, "bits", 4)), 0, 0, 0.0
+        self.residual = self.norm = ""
+        self.width = graph.constants[self.codes][0]
+
+    def node(self) -> onnx.NodeProto:
+        inputs = [self.x, self.codes, self.scales, self.zeros, self.bias, self.residual, self.norm]
+        attributes = {"bits": self.bits, "sums": self.sums, "gated": self.gated, "epsilon": self.epsilon}
+        return onnx.helper.make_node("QuantisedMatMul", inputs, [self.output], name=self.name, domain="edgekv", **attributes)
+
+    def take_sums(self, graph: _Graph) -> None:
+        sums = graph.maker.get(self.x)
+        if not _is(sums, "AppendBlockSums", "edgekv"):
+            return
+        graph.uses[self.x] -= 1
+        if graph.uses[self.x]:
+            graph.uses[sums.input[0]] += 1
+        else:
+            graph.drop(sums)
+        self.x, self.sums = sums.input[0], 1
+
+    def take_norm(self, graph: _Graph) -> None:
+        norm = graph.only(self.x, "RMSNormalization")
+        if norm is None or _attribute(norm, "axis", -1) != -1 or len(graph.constants.get(norm.input[1], ())) != 1:
+            return
+        self.x, self.norm = norm.input
+        self.epsilon = float(_attribute(norm, "epsilon", 1e-5))
+        graph.drop(norm)
+
+    def take_gate(self, graph: _Graph) -> None:
+        """silu(first half) * second half, as the exporter leaves it behind a joined projection: Split, Sigmoid, Mul, Mul."""
+        multiplied = graph.only(self.x, "Mul")
+        silu = multiplied and graph.only(multiplied.input[0], "Mul")
+        sigmoid = silu and graph.only(silu.input[1], "Sigmoid")
+        if sigmoid is None or sigmoid.input[0] != silu.input[0]:
+            return
+        first, second = silu.input[0], multiplied.input[1]
+        split = graph.maker.get(first)
+        if not _is(split, "Split") or list(split.output) != [first, second] or _attribute(split, "axis") != -1:
+            return
+        if graph.uses[first] == 2 and graph.uses[second] == 1 and _halves(split, graph):
+            self.x, self.gated = split.input[0], 1
+            graph.drop(multiplied, silu, sigmoid, split)
+
+    def take_residual(self, graph: _Graph) -> onnx.NodeProto | None:
+        """An addition behind it, of something that is as wide; returns it, because the product has to wait for both its inputs."""
+        add = graph.adds.get(self.output)
+        if add is None or graph.uses[self.output] != 1:
+            return None
+        other = add.input[1] if add.input[0] == self.output else add.input[0]
+        if graph.widths.get(other) != self.width:
+            return None
+        self.residual, self.output = other, add.output[0]
+        return add
 
 
-def _set(node: onnx.NodeProto, name: str, value: float) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
+def _inputs(node: onnx.NodeProto) -> list[str]:
+    """x, codes, scales, zeros, groups and bias of a MatMulNBits, "" where there is none."""
+    return [*node.input, *[""] * 6][:6]
 
 
-def _take_norm(product: onnx.NodeProto, graph: _Graph) -> None:
-    norm = graph.only(product.input[0], "RMSNormalization")
-    if norm is None or _attribute(norm, "axis", -1) != -1 or len(graph.constants.get(norm.input[1], ())) != 1:
-        return
-    product.input[0], product.input[_NORM] = norm.input
-    _set(product, "epsilon", float(_attribute(norm, "epsilon", 1e-5)))
-    graph.instead[id(norm)] = None
-
-
-def _take_gate(product: onnx.NodeProto, graph: _Graph) -> None:
-    """silu(first half) * second half, as the exporter leaves it behind a joined projection: Split, Sigmoid, Mul, Mul."""
-    multiplied = graph.only(product.input[0], "Mul")
-    if multiplied is None:
-        return
-    silu = graph.only(multiplied.input[0], "Mul")
-    sigmoid = silu and graph.only(silu.input[1], "Sigmoid")
-    if sigmoid is None or sigmoid.input[0] != silu.input[0]:
-        return
-    first, second = silu.input[0], multiplied.input[1]
-    split = graph.maker.get(first)
-    if split is None or split.op_type != "Split" or list(split.output) != [first, second] or _attribute(split, "axis") != -1:
-        return
-    if graph.uses[first] != 2 or graph.uses[second] != 1 or not _halves(split, graph):
-        return
-    product.input[0] = split.input[0]
-    _set(product, "gated", 1)
-    graph.instead.update((id(node), None) for node in (multiplied, silu, sigmoid, split))
+def _can_compute(node: onnx.NodeProto, graph: _Graph) -> bool:
+    _, *weights, groups, _ = _inputs(node)
+    known = _attribute(node, "block_size") == BLOCK and _attribute(node, "bits", 4) in (4, 8) and not groups
+    return known and graph.constants.keys() >= set(weights)
 
 
 def _halves(split: onnx.NodeProto, graph: _Graph) -> bool:
@@ -106,48 +134,32 @@ def _halves(split: onnx.NodeProto, graph: _Graph) -> bool:
     return first == second
 
 
-def _take_residual(product: onnx.NodeProto, graph: _Graph) -> onnx.NodeProto | None:
-    """Takes in an addition behind it, of something that is as wide, and returns it: the product has to wait for both its inputs."""
-    name = product.output[0]
-    add = graph.adds.get(name)
-    if add is None or graph.uses[name] != 1:
-        return None
-    other = add.input[1] if add.input[0] == name else add.input[0]
-    if graph.widths.get(other) != graph.constants[product.input[1]][0]:
-        return None
-    product.input[_RESIDUAL] = other
-    product.output[0] = add.output[0]
-    return add
-
-
-def _know_width(node: onnx.NodeProto, graph: _Graph) -> None:
-    """Remembers how many numbers a row of a node's first output has, for the few operators that a residual stream is made of."""
-    if node.op_type == "QuantisedMatMul":
-        graph.widths[node.output[0]] = graph.constants[node.input[1]][0]
-    elif node.op_type in ("Gather", "GatherBlockQuantized") and len(table := graph.constants.get(node.input[0], ())) == 2:
+def _width(node: onnx.NodeProto, graph: _Graph) -> int | None:
+    """Numbers in a row of a node's first output, for the few operators that a residual stream is made of."""
+    if _is(node, "Gather") or _is(node, "GatherBlockQuantized", "com.microsoft"):
         packed = node.op_type == "GatherBlockQuantized" and _attribute(node, "bits", 4) == 4
-        graph.widths[node.output[0]] = table[1] * (2 if packed else 1)
-    elif node.op_type == "Add" and node.input[0] in graph.widths and graph.widths[node.input[0]] == graph.widths.get(node.input[1]):
-        graph.widths[node.output[0]] = graph.widths[node.input[0]]
+        table = graph.constants.get(node.input[0], ())
+        return table[1] * (2 if packed else 1) if len(table) == 2 else None
+    if _is(node, "Add") and graph.widths.get(node.input[0]) == graph.widths.get(node.input[1]):
+        return graph.widths.get(node.input[0])
+    return None
 
 
 def put_in(model: onnx.ModelProto) -> None:
     """Replaces every MatMulNBits of the main graph that has 4 or 8 bits, blocks of 32, zero points and constant weights, in place."""
     graph = _Graph(model.graph)
     for node in graph.nodes:
-        product = _product(node, graph) if (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits") else None
-        if product is not None:
-            if _attribute(product, "sums"):
-                graph.uses[node.input[0]] -= 1
-                if graph.uses[node.input[0]]:
-                    graph.uses[product.input[0]] += 1
-                else:
-                    graph.instead[id(graph.maker[node.input[0]])] = None
-            _take_norm(product, graph)
-            _take_gate(product, graph)
-            graph.instead[id(node)] = None
-            graph.instead[id(_take_residual(product, graph) or node)] = product
-        _know_width(product or node, graph)
+        if _is(node, "MatMulNBits", "com.microsoft") and _can_compute(node, graph):
+            product = _Product(node, graph)
+            product.take_sums(graph)
+            product.take_norm(graph)
+            product.take_gate(graph)
+            place = product.take_residual(graph) or node
+            graph.drop(node)
+            graph.instead[id(place)] = product.node()
+            graph.widths[product.output] = product.width
+        elif (width := _width(node, graph)) is not None:
+            graph.widths[node.output[0]] = width
     kept = onnx.GraphProto()  # copies, because clearing the list of nodes frees them
     kept.node.extend(new for node in graph.nodes if (new := graph.instead.get(id(node), node)) is not None)
     del model.graph.node[:]
@@ -158,7 +170,7 @@ def choose_logits(model: onnx.ModelProto) -> int:
     """Gives the graph an input `logits.tiles` where the product that makes its output `logits` is ours, and returns the bytes of its
     weights; else changes nothing and returns 0.
     """
-    product = next((node for node in model.graph.node if node.op_type == "QuantisedMatMul" and node.output[0] == "logits"), None)
+    product = next((node for node in model.graph.node if _is(node, "QuantisedMatMul", "edgekv") and node.output[0] == "logits"), None)
     if product is None:
         return 0
     product.input.append(TILES)

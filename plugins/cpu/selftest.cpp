@@ -309,10 +309,9 @@ void check_products(int bits, int64_t outputs, int64_t blocks) {
   const char* before = kernels().name;
   for (int i = 0; const char* isa = isa_name(i); ++i) {
     set_isa(isa);
-    std::vector<int8_t> q(x.size());
-    std::vector<float> x_scales(size_t(kRows * blocks)), y(size_t(kRows * outputs));
-    std::vector<uint32_t> sums(size_t(kRows * blocks));
-    const QuantisedRows rows = {blocks, q.data(), x_scales.data(), sums.data()};
+    std::vector<uint32_t> memory(quantised_bytes(kRows, blocks) / 4);
+    std::vector<float> y(size_t(kRows * outputs));
+    const QuantisedRows rows = quantised_rows(kRows, blocks, memory.data());
     for (int64_t row = 0; row < kRows; ++row) kernels().quantise_row(x.data() + row * blocks * kBlock, rows, row);
     kernels().multiply(weights.tiles(), 0, weights.tiles().tiles, rows, 0, kRows, {nullptr, nullptr, y.data()});
     if (i == 0) first = y;

@@ -53,6 +53,15 @@ struct QuantisedRows {
   uint32_t* sums;  // [rows][blocks]: sum of a block's q as int16 in the low half, the high half zero
 };
 
+static inline size_t quantised_bytes(int64_t rows, int64_t blocks) { return size_t(rows * blocks) * (kBlock + sizeof(float) + sizeof(uint32_t)); }
+
+// Lays them out in memory of quantised_bytes(), aligned to 4 bytes.
+static inline QuantisedRows quantised_rows(int64_t rows, int64_t blocks, void* memory) {
+  auto* q = static_cast<int8_t*>(memory);
+  auto* scales = reinterpret_cast<float*>(q + rows * blocks * kBlock);
+  return {blocks, q, scales, reinterpret_cast<uint32_t*>(scales + rows * blocks)};
+}
+
 // Where a product goes: y [rows][w.rows] = product + bias [w.rows] + residual [rows][w.rows], the latter two unless null.
 struct ProductOutput {
   const float *bias, *residual;

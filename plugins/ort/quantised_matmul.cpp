@@ -17,13 +17,8 @@
 //             epsilon: of the normalisation
 #include "ort/quantised_matmul.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cinttypes>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -33,6 +28,7 @@
 #include "cpu/weights.h"
 #include "ort/append_block_sums.h"
 #include "ort/custom_op.h"
+#include "ort/file_pages.h"
 #include "ort/session_threads.h"
 
 namespace edgekv::ort {
@@ -42,25 +38,6 @@ enum Input : size_t { kX, kCodes, kScales, kZeros, kBias, kResidual, kNorm, kTil
 
 constexpr int64_t kItemBytes = 24 << 10;  // of weights that a work item reads: a few microseconds, and they stay in the first cache
 constexpr int64_t kItemRows = 64;         // that meet them there
-
-// Takes the pages of a tensor out of this process when they are a file's, because its numbers are laid out elsewhere now. Whoever reads
-// them again gets them from the file.
-void let_go(const Tensor& tensor, size_t bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(tensor.data), last = first + bytes;
-  FILE* maps = std::fopen("/proc/self/maps", "re");
-  if (maps == nullptr) return;
-  char line[512];
-  while (std::fgets(line, sizeof(line), maps) != nullptr) {
-    uintptr_t begin, end;
-    unsigned long inode;
-    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*4s %*x %*x:%*x %lu", &begin, &end, &inode) != 3) continue;
-    if (inode == 0 || begin > first || last > end) continue;
-    const auto page = uintptr_t(sysconf(_SC_PAGESIZE)), from = (first + page - 1) / page * page, to = last / page * page;
-    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
-    break;
-  }
-  std::fclose(maps);
-}
 
 struct Kernel {
   static constexpr const char* kName = "QuantisedMatMul";
@@ -93,8 +70,8 @@ int Kernel::create(const KernelInfo* info) {
     return fail("scales and zeros must have one number for each of the %lld blocks of codes", static_cast<long long>(rows * blocks));
   weights = std::make_unique<Weights>(bits, rows, blocks, static_cast<const uint8_t*>(codes.data), static_cast<const float*>(scales.data),
                                       static_cast<const uint8_t*>(zeros.data));
-  let_go(codes, size_t(codes.size()));
-  let_go(scales, size_t(scales.size()) * sizeof(float));
+  release_file_pages(codes.data, size_t(codes.size()));
+  release_file_pages(scales.data, size_t(scales.size()) * sizeof(float));
   return 0;
 }
 
@@ -150,11 +127,9 @@ int Kernel::compute(KernelContext* context) const {
 
   const int64_t rows = call.x.rows, width = w.blocks * kBlock;
   Scratch scratch;
-  auto* memory = static_cast<uint8_t*>(scratch.reserve(size_t(rows * w.blocks) * (kBlock + sizeof(float) + sizeof(uint32_t))));
+  void* memory = scratch.reserve(quantised_bytes(rows, w.blocks));
   if (memory == nullptr) return fail("out of memory");
-  QuantisedRows x = {w.blocks, reinterpret_cast<int8_t*>(memory), nullptr, nullptr};
-  x.scales = reinterpret_cast<float*>(memory + rows * width);
-  x.sums = reinterpret_cast<uint32_t*>(x.scales + rows * w.blocks);
+  const QuantisedRows x = quantised_rows(rows, w.blocks, memory);
 
   SessionThreads threads(api, context);
   const Kernels& kernel = kernels();
