@@ -58,13 +58,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
     queries[i] = r < all_rows && d < p.key_dim && tail.body > 0 ? s.turned[(size_t(row.t) * p.q_heads + row.head) * p.key_dim + d] : 0.0f;
   }
   float total[RowsPerWarp][ValueChunks][2], total_max[RowsPerWarp], total_sum[RowsPerWarp];  // over finished splits (Walk)
-  int query_pos[RowsPerWarp];
 #pragma unroll
   for (int i = 0; i < RowsPerWarp; ++i) {
     total_max[i] = negative_infinity();
     total_sum[i] = 0.0f;
-    const int r = first_row + warp * RowsPerWarp + i;
-    query_pos[i] = r < all_rows ? tail.base + tail.committed + row_of(p, kv_head, r).t : -1;
 #pragma unroll
     for (int c = 0; c < ValueChunks; ++c) total[i][c][0] = total[i][c][1] = 0.0f;
   }
@@ -72,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   float* own_weights = weights + warp * RowsPerWarp * kTile;
   const float* own_queries = queries + warp * RowsPerWarp * q_stride;
   const int splits = splits_of(p.body_slots, s.split), first_split = Walk ? 0 : int(blockIdx.x), last_split = Walk ? splits : first_split + 1;
-  unsigned long long loaded = 0;
+  unsigned loaded = 0;  // at most the body's slots, so far
   for (int index = first_split; index < last_split; ++index) {
     const int begin = index * s.split, end = begin + s.split < tail.body ? begin + s.split : tail.body;
     float sum[RowsPerWarp][ValueChunks][2], row_max[RowsPerWarp], row_sum[RowsPerWarp], score[RowsPerWarp][2];
@@ -110,10 +107,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
           }
 #pragma unroll
         for (int i = 0; i < RowsPerWarp; ++i) {
-          const RowOf row = row_of(p, kv_head, first_row + warp * RowsPerWarp + i);
+          const int r = first_row + warp * RowsPerWarp + i;
+          const RowOf row = row_of(p, kv_head, r);
+          const int query_pos = r < all_rows ? tail.base + tail.committed + row.t : -1;
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            if (visible(p, key_pos[e], query_pos[i])) {
+            if (visible(p, key_pos[e], query_pos)) {
               const float of_mean = s.of_mean[(size_t(row.t) * p.q_heads + row.head) * p.intervals + interval[e]];
               score[i][e] = soft_limit(__fmul_rn(p.scale, __fadd_rn(score[i][e], of_mean)), p.softcap);
             } else {
@@ -173,12 +172,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   }
 
   if (threadIdx.x != 0) return;
-  const unsigned long long value_groups = (value_width + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
+  const unsigned long long slots = loaded, value_groups = (value_width + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
   auto* traffic = reinterpret_cast<unsigned long long*>(header(s.layer)->traffic);
-  atomicAdd(&traffic[kReadBodyIndex], loaded * ((p.key_dim / 4 + 1) / 2));
-  atomicAdd(&traffic[kReadBodyKeys], loaded * key_bytes(p));
-  atomicAdd(&traffic[kReadBodyValues], loaded * 4 * (p.value_bits + 1) * value_groups);
-  atomicAdd(&traffic[kReadBodyMeta], loaded * 4);
+  atomicAdd(&traffic[kReadBodyIndex], slots * ((p.key_dim / 4 + 1) / 2));
+  atomicAdd(&traffic[kReadBodyKeys], slots * key_bytes(p));
+  atomicAdd(&traffic[kReadBodyValues], slots * 4 * (p.value_bits + 1) * value_groups);
+  atomicAdd(&traffic[kReadBodyMeta], slots * 4);
 }
 
 }  // namespace cuda

@@ -145,12 +145,14 @@ __global__ void __launch_bounds__(kChooseThreads) choose_by_keys(const Retrieval
   const auto candidate = [&](int i) { return (candidates[i / 32] >> i % 32 & 1u) != 0u; };
   for (int g = 0; g < group; ++g) {
     float* score = weight + size_t(g) * p.body_slots;
+    if (p.softcap > 0.0f) {  // apart, one at a time: its division is a call, across which registers would spill
+#pragma unroll 1
+      for (int i = c.lo + int(threadIdx.x); i < c.hi; i += kChooseThreads)
+        if (candidate(i)) score[i] = __fmul_rn(tanh_in_order(score[i]), p.softcap * kRankLog2E);
+    }
     float most = negative_infinity();
     for (int i = c.lo + int(threadIdx.x); i < c.hi; i += kChooseThreads)
-      if (candidate(i)) {
-        if (p.softcap > 0.0f) score[i] = __fmul_rn(tanh_in_order(score[i]), p.softcap * kRankLog2E);
-        most = fmaxf(most, score[i]);
-      }
+      if (candidate(i)) most = fmaxf(most, score[i]);
     most = warp_max(most);
     if (lane == 0) parts[warp] = most;
     if (threadIdx.x == 0) *total = 0;
