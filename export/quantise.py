@@ -3,6 +3,8 @@
 Four bits get an offset as well (quantise_with_offsets): w ~ scale * q + offset is what 4-bit GGUF formats hold, so that their
 weights pass into a bundle as they are, and it fits any weights better than a zero point that must be a whole number.
 
+Scales are numbers of half precision as long as those are near enough: the CPU kernels then keep them in two bytes (plugins/cpu/weights.h).
+
 The layout is that of ONNX Runtime's MatMulNBits and GatherBlockQuantized: codes of one row in order of columns, for 4 bits the
 even column in the low half of a byte, blocks padded to the full length; zero points packed likewise, row by row.
 """
@@ -85,7 +87,9 @@ def _offset_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
         else:
             better = error < best[0]
             best = [torch.where(better, new, old) for new, old in zip((error, codes, scale, offset), best, strict=True)]
-    _, codes, scale, offset = best
+    _, codes, scale, _ = best
+    scale = _half(scale)
+    offset = x.mean(-1, keepdim=True) - scale * codes.mean(-1, keepdim=True)
     zero = torch.round(-offset / scale).clamp(0, top)
     left = (offset + zero * scale)[..., 0]
     more_codes, more_scales, more_zeros = _quantise_rows(left, 4)
@@ -106,7 +110,7 @@ def _quantise_rows(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
     best = None
     for share in SHRINK if bits < 8 else SHRINK[:1]:
         scale = (high - low) * (share / top)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scale = _half(torch.where(scale > 0, scale, torch.ones_like(scale)))
         zero = torch.round(-low * share / scale).clamp(0, top)
         codes = torch.round(x / scale + zero).clamp(0, top)
         error = ((codes - zero) * scale - x).square().sum(-1, keepdim=True)
@@ -117,6 +121,12 @@ def _quantise_rows(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
             best = [torch.where(better, new, old) for new, old in zip((error, codes, scale, zero), best, strict=True)]
     _, codes, scale, zero = best
     return codes.to(torch.uint8).reshape(rows, -1), scale.reshape(rows, count), zero.to(torch.uint8).reshape(rows, count)
+
+
+def _half(scale: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of half precision; where that moves one by more than a hundredth (those below 3e-6 or above 65,504), itself."""
+    near = scale.half().float()
+    return torch.where((near - scale).abs() <= scale.abs() * 1e-2, near, scale)
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:

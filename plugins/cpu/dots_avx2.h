@@ -16,6 +16,7 @@ struct Eight {
 
 inline Eight eight_zeros() { return {_mm256_setzero_ps()}; }
 inline Eight load_eight(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Eight load_eight(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 inline Eight plus(Eight x, Eight y) { return {_mm256_add_ps(x.v, y.v)}; }
 inline void store_eight(float* p, Eight x) { _mm256_storeu_ps(p, x.v); }
 inline Ints load_zeros(const int8_t* p) { return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))}; }

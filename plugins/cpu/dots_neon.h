@@ -16,6 +16,10 @@ struct Eight {
 
 inline Eight eight_zeros() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
 inline Eight load_eight(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+inline Eight load_eight(const uint16_t* p) {
+  const float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(p));
+  return {vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half)};
+}
 inline Eight plus(Eight x, Eight y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
 inline void store_eight(float* p, Eight x) {
   vst1q_f32(p, x.a);

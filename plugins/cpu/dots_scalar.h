@@ -18,6 +18,11 @@ inline Eight load_eight(const float* p) {
   for (int l = 0; l < 8; ++l) x.v[l] = p[l];
   return x;
 }
+inline Eight load_eight(const uint16_t* p) {
+  Eight x;
+  for (int l = 0; l < 8; ++l) x.v[l] = from_half(p[l]);
+  return x;
+}
 inline Eight plus(Eight x, Eight y) {
   for (int l = 0; l < 8; ++l) x.v[l] += y.v[l];
   return x;

@@ -52,10 +52,10 @@ void quantise_row(const float* x, const QuantisedRows& to, int64_t row) {
   }
 }
 
-template <int kBits, int kRows>
+template <int kBits, int kRows, class Scale>
 inline void multiply_tile(const WeightTiles& w, int64_t tile, const QuantisedRows& x, int64_t row, const ProductOutput& out) {
   const uint8_t* codes = w.codes + tile * w.blocks * kBlock * kBits;
-  const float* scales = w.scales + tile * w.blocks * kTileRows;
+  const Scale* scales = static_cast<const Scale*>(w.scales) + tile * w.blocks * kTileRows;
   const int8_t* zeros = w.zeros + tile * w.blocks * kTileRows;
   const int8_t* q[kRows];
   const int64_t first = row * w.blocks;
@@ -99,29 +99,28 @@ inline void multiply_tile(const WeightTiles& w, int64_t tile, const QuantisedRow
   }
 }
 
-template <int kBits>
+template <int kBits, class Scale>
 void multiply_tiles(const WeightTiles& w, int64_t first, int64_t last, const QuantisedRows& x, int64_t row, int64_t end, const ProductOutput& out) {
   const int64_t groups = (end - row + kProductRows - 1) / kProductRows;
   for (int64_t tile = first; tile < last; ++tile)
     for (int64_t g = 0, at = row; g < groups; ++g) {
       const int64_t count = (end - at + groups - g - 1) / (groups - g);  // as even as can be: 7 rows are 4 and 3
       switch (count) {
-        case 1: multiply_tile<kBits, 1>(w, tile, x, at, out); break;
-        case 2: multiply_tile<kBits, 2>(w, tile, x, at, out); break;
-        case 3: multiply_tile<kBits, 3>(w, tile, x, at, out); break;
-        case 4: multiply_tile<kBits, 4>(w, tile, x, at, out); break;
-        case 5: multiply_tile<kBits, 5>(w, tile, x, at, out); break;
-        default: multiply_tile<kBits, kProductRows>(w, tile, x, at, out);
+        case 1: multiply_tile<kBits, 1, Scale>(w, tile, x, at, out); break;
+        case 2: multiply_tile<kBits, 2, Scale>(w, tile, x, at, out); break;
+        case 3: multiply_tile<kBits, 3, Scale>(w, tile, x, at, out); break;
+        case 4: multiply_tile<kBits, 4, Scale>(w, tile, x, at, out); break;
+        case 5: multiply_tile<kBits, 5, Scale>(w, tile, x, at, out); break;
+        default: multiply_tile<kBits, kProductRows, Scale>(w, tile, x, at, out);
       }
       at += count;
     }
 }
 
 void multiply(const WeightTiles& w, int64_t first, int64_t last, const QuantisedRows& x, int64_t row, int64_t end, const ProductOutput& out) {
-  if (w.bits == 4)
-    multiply_tiles<4>(w, first, last, x, row, end, out);
-  else
-    multiply_tiles<8>(w, first, last, x, row, end, out);
+  const auto f = w.bits == 4 ? w.scale_bytes == 2 ? multiply_tiles<4, uint16_t> : multiply_tiles<4, float>
+                             : w.scale_bytes == 2 ? multiply_tiles<8, uint16_t> : multiply_tiles<8, float>;
+  f(w, first, last, x, row, end, out);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 //
 //   codes   uint8 [tiles][blocks][bits][32]  4 bits: byte 4 l + i of line j holds, of row l of the tile, column 8 j + i in its low and
 //                                            8 j + 4 + i in its high half. 8 bits: column 4 j + i, less 128 (int8)
-//   scales  float [tiles][blocks][8]
+//   scales  fp16 [tiles][blocks][8] where all of a layer are such numbers, as in what edgekv exports, else float
 //   zeros   int8  [tiles][blocks][8]         8 bits: less 128
 #pragma once
 #include <cstddef>
@@ -23,11 +23,12 @@ struct WeightTiles {
   int bits;
   int64_t rows, blocks, tiles;
   const uint8_t* codes;
-  const float* scales;
+  const void* scales;
+  int scale_bytes;  // 2: fp16, 4: float
   const int8_t* zeros;
 };
 
-static inline int64_t tile_bytes(const WeightTiles& w) { return w.blocks * (kBlock * w.bits + 5 * kTileRows); }
+static inline int64_t tile_bytes(const WeightTiles& w) { return w.blocks * (kBlock * w.bits + (w.scale_bytes + 1) * kTileRows); }
 
 // Owns the tiles of a layer.
 class Weights {

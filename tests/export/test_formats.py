@@ -7,7 +7,7 @@ import tiny_models
 import torch
 from test_architectures import logits
 
-from edgekv.export import exporter, parity
+from edgekv.export import exporter, parity, quantise
 from edgekv.policy import CachePolicy
 
 FLOAT16 = onnx.TensorProto.FLOAT16
@@ -33,6 +33,28 @@ def test_logits_stay_close(name, weights, most_kl, tmp_path):
     bundle = export(source, tmp_path / "bundle", weights)
     assert bundle.manifest["weights"]["format"] == weights
     assert 0 < compare(source, bundle).mean_kl < most_kl
+
+
+@pytest.mark.parametrize("size", [3.0, 1e-2, 1e-5])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_are_numbers_of_half_precision(bits, size):
+    weight = np.random.default_rng(1).normal(size=(40, 100)).astype(np.float32) * np.float32(size)
+    scales = (quantise.quantise_with_offsets(weight) if bits == 4 else quantise.quantise(weight, bits)).scales
+    half = scales.astype(np.float16)
+    near = np.abs(half.astype(np.float32) - scales) <= 0.01 * scales
+    assert (half == scales)[near].all() and (near.all() or size < 1e-4)
+
+
+def test_blocks_of_a_4_bit_file_pass_as_they_are():
+    """What GGUF's Q4_1 holds, code * d + m in half precision, keeps its codes and its d, and m to what four bits can say of the rest."""
+    random = np.random.default_rng(2)
+    codes = random.integers(0, 16, (30, 8, 32))
+    codes[..., 0], codes[..., 1] = 0, 15
+    d = random.uniform(0.005, 0.02, (30, 8, 1)).astype(np.float16).astype(np.float32)
+    m = (-7.5 * d * random.uniform(0.9, 1.1, d.shape)).astype(np.float16).astype(np.float32)
+    blocks = quantise.quantise_with_offsets((codes * d + m).astype(np.float32).reshape(30, 256))
+    np.testing.assert_array_equal(blocks.scales[:, :8], d[..., 0])
+    np.testing.assert_array_equal(quantise.unpack(blocks.codes.reshape(30, -1), 9 * 32, 4)[:, :256].reshape(30, 8, 32), codes)
 
 
 # A table as small as this one stays in single precision in the integer formats.

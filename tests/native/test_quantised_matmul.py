@@ -12,11 +12,11 @@ from edgekv.reference import products as oracle
 SHAPES = [(1, 1), (7, 1), (8, 2), (33, 3), (96, 19), (1000, 5), (64, 50)]  # outputs, blocks
 
 
-def weights(bits: int, outputs: int, blocks: int, seed: int = 0) -> dict[str, np.ndarray]:
+def weights(bits: int, outputs: int, blocks: int, seed: int = 0, scales: type = np.float32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     return {
         "codes": random.integers(0, 256, (outputs, blocks, 4 * bits), dtype=np.uint8),
-        "scales": random.uniform(0.001, 0.1, (outputs, blocks)).astype(np.float32),
+        "scales": random.uniform(0.001, 0.1, (outputs, blocks)).astype(scales).astype(np.float32),
         "zeros": random.integers(0, 256, (outputs, -(-blocks * bits // 8)), dtype=np.uint8),
     }
 
@@ -42,9 +42,10 @@ def model(given: dict[str, np.ndarray], bits: int, bias: bool = False, ours: boo
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scales", [np.float32, np.float16])  # in two planes of their own kind
 @pytest.mark.parametrize("outputs, blocks", SHAPES)
-def test_against_the_oracle(instruction_set, bits, outputs, blocks):
-    given, random = weights(bits, outputs, blocks), np.random.default_rng(1)
+def test_against_the_oracle(instruction_set, bits, outputs, blocks, scales):
+    given, random = weights(bits, outputs, blocks, scales=scales), np.random.default_rng(1)
     bias = random.standard_normal(outputs).astype(np.float32)
     session = open_session(model(given | {"bias": bias}, bits, bias=True))
     x = random.standard_normal((1, 9, 32 * blocks)).astype(np.float32) * random.uniform(0.01, 100, (1, 9, 1)).astype(np.float32)
@@ -64,8 +65,9 @@ def test_the_largest_numbers_do_not_overflow(instruction_set, bits):
         np.testing.assert_allclose(y, oracle.multiply(x, **given, bits=bits), rtol=1e-6)
 
 
-def test_every_instruction_set_gives_the_same_bits():
-    given, x = weights(4, 100, 19), np.random.default_rng(2).standard_normal((6, 608)).astype(np.float32)
+@pytest.mark.parametrize("scales", [np.float32, np.float16])
+def test_every_instruction_set_gives_the_same_bits(scales):
+    given, x = weights(4, 100, 19, scales=scales), np.random.default_rng(2).standard_normal((6, 608)).astype(np.float32)
     session, before, found = open_session(model(given, 4)), native.isa(), []
     try:
         for name in native.SCHEMA["isa"]:
@@ -75,6 +77,17 @@ def test_every_instruction_set_gives_the_same_bits():
         native.set_isa(before)
     for other in found[1:]:
         np.testing.assert_array_equal(found[0], other)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 2.0**-24, 1e-7, 6e-5, 65504.0, 65520.0, np.inf, np.nan])
+def test_scales_at_the_edges_of_half_precision(instruction_set, scale):
+    """Zeros and subnormal numbers are such numbers, others make their layer keep single precision."""
+    given, x = weights(4, 16, 2, scales=np.float16), np.random.default_rng(9).standard_normal((2, 64)).astype(np.float32)
+    given["scales"][5, 1] = scale
+    (y,) = open_session(model(given, 4)).run(None, {"x": x})
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = oracle.multiply(x, **given, bits=4)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
