@@ -33,18 +33,25 @@ struct RowState {
   float& highest() const { return at[width + 16]; }
 };
 
+// Sums stay in registers only where their loops are unrolled before the compiler decides what an array is: left to itself, gcc 12 wrote
+// every sum of single-precision keys to memory in every round, which took three times as long. Hence the pragmas.
+
 // Scores of R rows against V blocks of 16 keys. keys [V][dim][16], queries [dim][R], out R rows of `stride`.
 template <class E, int R, int V>
 inline void score_blocks(const E* keys, int dim, const float* queries, float* out, int64_t stride, Ahead& ahead) {
   Vec sum[R][V];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sum[r][v] = zero();
   for (int d = 0; d < dim; ++d) {
     Vec key[V];
     for (int v = 0; v < V; ++v) key[v] = load(keys + (int64_t(v) * dim + d) * kLanes);
     ahead.fetch<V * kLanes * int(sizeof(E))>();
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec q = splat(queries[d * R + r]);
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sum[r][v] = fma(key[v], q, sum[r][v]);
     }
   }
@@ -107,14 +114,18 @@ inline void add_values(const E* values, int64_t stride, int lanes, int begin, in
     else
       return load(at);
   };
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int n = 0; n < N; ++n) sum[r][n] = load(sums + r * sums_stride + n * kLanes);
   for (int slot = begin; slot < common; ++slot) {
     Vec v[N];
     for (int n = 0; n < N; ++n) v[n] = value(slot, n);
     ahead.fetch<N * kLanes * int(sizeof(E))>();
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec w = splat(weights[r * kTile + slot]);
+#pragma GCC unroll 16
       for (int n = 0; n < N; ++n) sum[r][n] = fma(v[n], w, sum[r][n]);
     }
   }
