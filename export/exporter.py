@@ -90,7 +90,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
         params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
-        formats.apply(traced, options.weights)
+        formats.apply(traced, options.weights, thin.trained(traced) if thin else ())
         graph.set_cache(traced, params, [g.inv_freq for g in geometry])
         graph.finish(traced)
 

@@ -4,11 +4,14 @@ fp32  as traced
 fp16  stored in half precision; ONNX Runtime widens matrices when it loads them, since the CPU computes in single precision
 int8  MatMulNBits and GatherBlockQuantized in blocks of 32, activations quantised to 8 bits on the fly
 int4  MatMulNBits with 4 bits and an offset per block, fed by AppendBlockSums; embedding and LM head as in int8, since they lose most
-      from 4 bits (SmolLM2-135M: perplexity +7 % from them alone) and are a small part of larger models
+      from 4 bits (SmolLM2-135M: perplexity +7 % from them alone) and are a small part of larger models; so are products that
+      were named as `exact`
 A tied embedding is stored once in every format.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
@@ -25,11 +28,12 @@ HEAD_BITS = 8  # of embedding and LM head in both integer formats
 INT8_ACTIVATIONS = 4  # MatMulNBits accuracy_level
 
 
-def apply(model: ir.Model, name: str) -> None:
+def apply(model: ir.Model, name: str, exact: Collection[ir.Node] = ()) -> None:
+    """exact: MatMul nodes of the graph whose matrices keep 8 bits where others get 4."""
     if name not in FORMATS:
         raise UserError(f"weights must be one of {', '.join(FORMATS)}, not {name!r}.")
     if name in BITS:
-        _quantise(model, BITS[name])
+        _quantise(model, BITS[name], {id(node) for node in exact})
     elif name == "fp16":
         _halve(model)
     _turn(model)
@@ -96,7 +100,7 @@ class _Quantised:
         return match.initialiser(model, f"{self._name}.codes.flat", weights.reshaped(self._tensor, shape, f"{self._name}.codes.flat"))
 
 
-def _quantise(model: ir.Model, bits: int) -> None:
+def _quantise(model: ir.Model, bits: int, exact: set[int]) -> None:
     made: dict[str, _Quantised] = {}  # by name of the untransposed weight, so that a tied embedding is quantised once
     summed: dict[int, ir.Value] = {}  # values with their block sums appended, by the value they came from
 
@@ -110,7 +114,7 @@ def _quantise(model: ir.Model, bits: int) -> None:
         if node.op_type == "Gather" and match.tensor(node.inputs[0]) is not None:
             _lookup(model, node, blocks)
     for node in products:
-        _product(model, node, blocks, bits if node is not products[-1] else HEAD_BITS, summed)
+        _product(model, node, blocks, HEAD_BITS if node is products[-1] or id(node) in exact else bits, summed)
 
 
 def _lookup(model: ir.Model, node: ir.Node, blocks) -> None:

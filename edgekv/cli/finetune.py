@@ -24,6 +24,8 @@ from edgekv.cli._stages import stages
               help="Learn the full model's predictions, the text itself, or both.")  # fmt: skip
 @click.option("--calibrate-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens to find the first maps with.")
 @click.option("--calibrate-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps of them per layer.")
+@click.option("--transfer-steps", type=click.IntRange(0), default=200, show_default=True,
+              help="Steps per layer in which it learns the full model's attention, before the training.")  # fmt: skip
 @click.option("--control/--no-control", default=True, show_default=True, help="Train whole keys on the same data too and give their perplexity (text, both).")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--save-every", type=click.IntRange(1), help="Steps between checkpoints; default once a minute.")
@@ -50,7 +52,7 @@ def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...
         return
     full = figures["perplexity_full"]
     shown = [f"{name} {figures[key]:.2f} ({figures[key] / full - 1:+.1%})" for name, key in
-             (("before", "perplexity_thin_before"), ("after", "perplexity_thin_after"), ("same-data control with whole keys", "perplexity_control"))
+             (("before", "perplexity_thin_before"), ("after attention transfer", "perplexity_thin_transferred"), ("after", "perplexity_thin_after"), ("same-data control with whole keys", "perplexity_control"))
              if figures[key] is not None]  # fmt: skip
     console.print(f"{target}: perplexity on {figures['validation_tokens']} held-out tokens: full keys {full:.2f}, thin " + ", ".join(shown), markup=False)
     if figures["loss"] == "distill":

@@ -34,6 +34,20 @@ def straight(node: ir.Node) -> siblings.Linear | None:
     return found if found is not None and found.result is node.inputs[0] else None
 
 
+def products(node: ir.Node) -> list[ir.Node]:
+    """The MatMul nodes that the attention node's queries and keys come from; packed, they make its values too."""
+    found, left = [], [value for value in node.inputs[:2] if value is not None]
+    while left:
+        maker = left.pop().producer()
+        if maker is None:
+            continue
+        if maker.op_type == "MatMul":
+            found.append(maker)
+        else:
+            left += [value for value in maker.inputs if value is not None]
+    return found
+
+
 def project(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray) -> None:
     """query float32 [q_heads, head_dim, rank] and key [kv_heads, head_dim, rank] become inputs of the node."""
     layer = node.attributes["layer"].value

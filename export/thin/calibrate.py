@@ -126,18 +126,22 @@ def held_out(chunk: int, chunks: int) -> bool:
 
 
 def _divergence(text: LayerText, chunk: int, maps: Maps, rows: torch.Tensor) -> torch.Tensor:
-    """Mean over heads and rows of KL(full attention || thin attention), nats."""
     q, k = text.q[chunk][:, rows], text.k[chunk]
     with torch.no_grad():
-        full = text.scores.logits(q, k, rows).log_softmax(-1)
-    thin = text.scores.logits(*maps.apply(q, k), rows).log_softmax(-1)
+        full = text.scores.logits(q, k, rows)
+    return divergence(full, text.scores.logits(*maps.apply(q, k), rows))
+
+
+def divergence(full: torch.Tensor, thin: torch.Tensor) -> torch.Tensor:
+    """Mean over heads and rows of KL(full attention || thin attention), nats, of logits [heads, R, T] with -inf where nothing is seen."""
+    full, thin = full.log_softmax(-1), thin.log_softmax(-1)
     return torch.where(full > -1e30, full.exp() * (full - thin), 0.0).nan_to_num(0.0).sum(-1).mean()
 
 
 @torch.no_grad()
 def measure(text: LayerText, maps: Maps) -> LayerError:
     """On the held-out chunks, every eighth query."""
-    square = divergence = count = 0.0
+    square = kl = count = 0.0
     rows = torch.arange(text.q.shape[2] // 8, text.q.shape[2], 8)
     for chunk in range(len(text.q)):
         if len(text.q) > 1 and not held_out(chunk, len(text.q)):
@@ -148,9 +152,9 @@ def measure(text: LayerText, maps: Maps) -> LayerError:
         error = torch.where(weight > 0, thin - full, 0.0)
         error = error - (weight * error).sum(-1, keepdim=True)  # what is the same for all keys changes no attention
         square += float((weight * error.square()).sum(-1).mean())
-        divergence += float(_divergence(text, chunk, maps, rows))
+        kl += float(_divergence(text, chunk, maps, rows))
         count += 1
-    return LayerError(math.sqrt(square / count), divergence / count)
+    return LayerError(math.sqrt(square / count), kl / count)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """`edgekv finetune`: from a model and texts to a model directory whose keys have few numbers, with the same-data control beside it.
 
+Three stages, each kept when it is done: maps are calibrated, every layer learns the full model's attention, the whole model learns.
+
 Work in progress lies in a folder beside the result, so that a run which was stopped goes on where it ended; it is removed when the
 result is complete. The result is an ordinary model directory with one more file, the key maps, and `edgekv export` finds those.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,8 +23,10 @@ from tokenizers import Tokenizer
 from edgekv.errors import UserError
 from edgekv.export import exporter, load, parity, rope, training_folder
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import make, maps, ranks, train, trainable
+from edgekv.export.thin import make, maps, ranks, train, trainable, transfer
+from edgekv.geometry import LayerGeometry
 
+TRANSFER = "transfer.pt"  # layers whose attention transfer is done
 RECORD = "edgekv_finetune.json"  # figures of the run, beside the result's weights
 CARRIED = ("tokenizer*", "chat_template*", "generation_config.json", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
 
@@ -30,7 +35,8 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. control: train whole keys on the same data too."""
+    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. transfer_steps: of each layer's attention transfer
+    (0: none). control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
@@ -41,6 +47,7 @@ class Options:
     loss: str = "distill"
     calibrate_tokens: int = make.TOKENS
     calibrate_steps: int = make.STEPS
+    transfer_steps: int = transfer.STEPS
     control: bool = True
     seed: int = 0
     save_every: int | None = None
@@ -81,13 +88,17 @@ def make_model(
     if main:
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
-    start = _start(plain, source, corpus, wanted, options, context, work, accelerator, say)
+    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say))  # only what is still to be done needs it
+    start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
     names = trainable.key_side(plain, corpus.training[0, :8])
     schedule = train.Schedule(options.steps, options.batch, options.rate, options.loss, context, options.seed, options.save_every)
     teacher = trainable.ThinModel(trainable.twin(plain, names), None)
     teacher.requires_grad_(False)
-    student = _student(plain, names, start)
+    transferred = _transferred(plain, teacher, names, start, corpus, options, context, work, accelerator, geometry, say, stop)
+    if transferred is None:
+        return None
+    student = _student(plain, names, transferred)
 
     def learn(what: str, thin: trainable.ThinModel, file: str) -> bool:
         return train.train(
@@ -111,6 +122,8 @@ def make_model(
         say("measuring", None, None)
         device, untrained = accelerator.device, trainable.ThinModel(teacher.model, start)  # once, however often the run was stopped
         before = {name: train.perplexity(thin.to(device), corpus.validation, device) for name, thin in (("full", teacher), ("before", untrained))}
+        if options.transfer_steps:
+            before["transferred"] = _of_transfer(teacher, transferred, names, corpus, work, device)
         figures = _finish(source, student, names, corpus, accelerator, target, work, options, before, control)
     accelerator.wait_for_everyone()
     return figures if main else {}
@@ -133,14 +146,14 @@ def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> 
 
 
 def _start(
-    plain: Any, source: load.Source, corpus: train.Corpus, wanted: ranks.KeyRank, options: Options, context: int, work: Path, accelerator: Any, say: Report
-) -> list[maps.KeyMaps]:
+    plain: Any, corpus: train.Corpus, wanted: ranks.KeyRank, options: Options, context: int, work: Path, accelerator: Any,
+    geometry: Callable[[], list[LayerGeometry]], say: Report,
+) -> list[maps.KeyMaps]:  # fmt: skip
     """Calibrated maps to begin with; the first process makes them, once."""
     folder = work / "start"
     if accelerator.is_main_process and not (folder / maps.FILE).is_file():
-        geometry = exporter.whole_geometry(source, context, say)
         count = max(make.LEAST_CHUNKS, min(len(corpus.training), options.calibrate_tokens // corpus.training.shape[1]))
-        found = make.calibrated(plain, corpus.training[:count] if len(corpus.training) >= count else corpus.training, geometry, wanted, options.calibrate_steps, context, say)
+        found = make.calibrated(plain, corpus.training[:count] if len(corpus.training) >= count else corpus.training, geometry(), wanted, options.calibrate_steps, context, say)
         fresh = work / "start.new"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
@@ -148,6 +161,35 @@ def _start(
         fresh.rename(folder)
     accelerator.wait_for_everyone()
     return maps.load(folder)
+
+
+def _transferred(
+    plain: Any, teacher: trainable.ThinModel, names: list[str], start: list[maps.KeyMaps], corpus: train.Corpus, options: Options, context: int,
+    work: Path, accelerator: Any, geometry: Callable[[], list[LayerGeometry]], say: Report, stop: Callable[[int], bool],
+) -> list[maps.KeyMaps] | None:  # fmt: skip
+    """The maps after attention transfer, and `plain` with the weights that belong to them; None when it was stopped. The first process
+    does it, once."""
+    if not options.transfer_steps:
+        return start
+    path = work / TRANSFER
+    if accelerator.is_main_process:
+        chunks = transfer.chunks_for(corpus.training, options.transfer_steps)
+        trainable.only_these(plain, names)
+        plain.to(accelerator.device)
+        teacher.to(accelerator.device)
+        transfer.transfer(
+            plain, teacher.model, names, start, chunks.to(accelerator.device), make.starts_of(chunks, context), geometry, options.transfer_steps,
+            options.seed, path, lambda layer, layers, kl: say(f"attention transfer, KL {kl:.3f} nats", layer, layers), stop,
+        )  # fmt: skip
+    accelerator.wait_for_everyone()
+    return transfer.load(path, plain, len(start))
+
+
+def _of_transfer(teacher: trainable.ThinModel, found: list[maps.KeyMaps], names: list[str], corpus: train.Corpus, work: Path, device: Any) -> float:
+    """Perplexity after attention transfer alone."""
+    model = trainable.twin(teacher.model, names)
+    transfer.load(work / TRANSFER, model, len(found))
+    return train.perplexity(trainable.ThinModel(model, found).to(device), corpus.validation, device)
 
 
 def _finish(
@@ -162,8 +204,9 @@ def _finish(
                 p.copy_(p.to(stored).float())
     figures = {
         "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "transfer_steps": options.transfer_steps, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
+        "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,
     }  # fmt: skip
     partial = work / "result"

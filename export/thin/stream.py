@@ -25,6 +25,16 @@ class LayerText:
     scores: Scores
 
 
+@dataclass(frozen=True)
+class Reading:
+    """One layer at work on the text: hidden states float32 [1, T, hidden] that its block reads, of every chunk; what else the block is
+    called with; and what its attention sees."""
+
+    hidden: Sequence[torch.Tensor]
+    call: tuple[tuple, dict]
+    text: LayerText
+
+
 class _Stop(Exception):
     pass
 
@@ -103,9 +113,14 @@ def _first_hidden(model: Any, block: Any, chunk: torch.Tensor) -> torch.Tensor:
     return taken[0]
 
 
-@torch.no_grad()
 def layers(model: Any, chunks: torch.Tensor) -> Iterator[LayerText]:
-    """What each layer sees, in order. chunks int64 [N, T]: pieces of text of one length, each read from position 0.
+    """What each layer sees, in order; see readings."""
+    return (reading.text for reading in readings(model, chunks))
+
+
+@torch.no_grad()
+def readings(model: Any, chunks: torch.Tensor) -> Iterator[Reading]:
+    """What each layer reads and sees, in order. chunks int64 [N, T]: pieces of text of one length, each read from position 0.
 
     model: loaded with attn_implementation=attention.NAME. UserError when its layers cannot be run one by one.
     """
@@ -118,12 +133,34 @@ def layers(model: Any, chunks: torch.Tensor) -> Iterator[LayerText]:
     for index, block in enumerate(blocks):
         seen: list[tuple[torch.Tensor, torch.Tensor, Scores]] = []
         tap = Session(tap=lambda layer, module, q, k, v, scores: seen.append((q[0].clone(), k[0].clone(), scores)))  # noqa: B023 (used at once)
-        more, named = calls[index]
+        (more, named), read = calls[index], hidden
         with using(tap):
-            for place, x in enumerate(hidden):
-                out = block(x, *more, **named)
-                hidden[place] = out[0] if isinstance(out, (tuple, list)) else out
-        yield LayerText(index, torch.stack([q for q, _, _ in seen]), torch.stack([k for _, k, _ in seen]), seen[0][2])
+            results = [block(x, *more, **named) for x in read]
+        hidden = [out[0] if isinstance(out, (tuple, list)) else out for out in results]
+        text = LayerText(index, torch.stack([q for q, _, _ in seen]), torch.stack([k for _, k, _ in seen]), seen[0][2])
+        yield Reading(read, calls[index], text)
+
+
+def blocks(model: Any, chunk: torch.Tensor) -> list[Any]:
+    """The decoder blocks in the order of their layers. chunk int64 [T] is read to see; UserError when they cannot be run one by one."""
+    return _inputs(model, chunk)[0]
+
+
+def queries_and_keys(block: Any, hidden: torch.Tensor, call: tuple[tuple, dict]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a block's attention would see of hidden [1, T, hidden] (a Reading's, with its call), with gradients: q [q_heads, T, head_dim]
+    and k [kv_heads, T, head_dim], rotated. What comes behind in the block is not computed."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tap(layer, module, q, k, v, scores):
+        seen.append((q[0], k[0]))
+        raise _Stop
+
+    with using(Session(tap=tap)):
+        try:
+            block(hidden, *call[0], **call[1])
+        except _Stop:
+            pass
+    return seen[0]
 
 
 def turned(texts: Iterable[LayerText], geometry: Sequence[LayerGeometry], starts: Sequence[int]) -> Iterator[LayerText]:
@@ -137,9 +174,17 @@ def turned(texts: Iterable[LayerText], geometry: Sequence[LayerGeometry], starts
         if not g.inv_freq:
             yield text
             continue
-        angle = torch.outer(torch.tensor(starts, dtype=torch.float64), torch.tensor(g.inv_freq, dtype=torch.float64))
-        cos, sin = (x.float()[:, None, None, :] for x in (angle.cos(), angle.sin()))
-        yield LayerText(text.layer, *(turn(x, cos, sin, g) for x in (text.q, text.k)), text.scores)
+        yield LayerText(text.layer, *(_further(x, g, torch.tensor(starts)[:, None, None]) for x in (text.q, text.k)), text.scores)
+
+
+def further(x: torch.Tensor, g: LayerGeometry, start: int) -> torch.Tensor:
+    """Rotated queries or keys x [heads, T, head_dim] of one chunk as if it began at position `start`; see turned."""
+    return _further(x, g, torch.tensor(start)) if g.inv_freq else x
+
+
+def _further(x: torch.Tensor, g: LayerGeometry, starts: torch.Tensor) -> torch.Tensor:
+    angle = (starts.double()[..., None] * torch.tensor(g.inv_freq, dtype=torch.float64)).to(x.device)
+    return turn(x, angle.cos().float(), angle.sin().float(), g)
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, g: LayerGeometry) -> torch.Tensor:

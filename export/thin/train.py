@@ -88,7 +88,7 @@ def train(
     saved_at = time.monotonic()
     for step in range(first, schedule.steps):
         for group in optimizer.param_groups:
-            group["lr"] = schedule.rate * group["size"] * _rate(step, schedule.steps)
+            group["lr"] = schedule.rate * group["size"] * rate_of(step, schedule.steps)
         ids, start = _batch(corpus.training, schedule, step)
         ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         loss = _loss(model, teacher, ids, start, schedule.loss)
@@ -115,7 +115,8 @@ def _agree(stop: bool, accelerator: Any) -> bool:
     return float(accelerator.reduce(torch.tensor(float(stop), device=accelerator.device), "sum")) > 0
 
 
-def _rate(step: int, steps: int) -> float:
+def rate_of(step: int, steps: int) -> float:
+    """Of a step, as a share of the highest rate: a short rise, then half a cosine."""
     rise = max(1, round(WARM_UP * steps))
     if step < rise:
         return (step + 1) / rise

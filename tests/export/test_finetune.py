@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,7 +22,7 @@ from edgekv.export.thin import finetune, maps, trainable
 from edgekv.export.thin.finetune import Options
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-OPTIONS = {"rank": "50%", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2}
+OPTIONS = {"rank": "50%", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2, "transfer_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_only_queries_and_keys_changed_and_the_rank_holds(llama, tuned):
         for head in range(4):
             assert torch.linalg.matrix_rank(layer.query[head] @ layer.key[head // 2].T) <= 8
     assert not (folder.parent / f"{folder.name}.training").exists()
-    for name in ("perplexity_full", "perplexity_thin_before", "perplexity_thin_after", "perplexity_control"):
+    for name in ("perplexity_full", "perplexity_thin_before", "perplexity_thin_transferred", "perplexity_thin_after", "perplexity_control"):
         assert figures[name] > 1
     assert json.loads((folder / finetune.RECORD).read_text()) == figures
 
@@ -91,10 +92,27 @@ def test_the_result_is_exported_like_any_model(tuned, tmp_path):
     assert refused.exit_code == 2 and "has thin keys" in refused.output
 
 
+def test_what_was_trained_keeps_eight_bits(llama, tuned, tmp_path):
+    """The other matrices of a checkpoint may lie on a grid of 4 bits; what was trained does not."""
+    for model, exact in ((tuned[0], 2), (llama, 0)):
+        target = tmp_path / f"bundle{exact}"
+        result = CliRunner().invoke(main, ["export", str(model), "-o", str(target), "--context", "128", "--no-parity"])
+        assert result.exit_code == 0, result.output
+        products = [node for node in onnx.load(open_bundle(target).graph_path, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
+        bits = [next(a.i for a in node.attribute if a.name == "bits") for node in products]
+        assert bits.count(8) == exact + 1 and bits[-1] == 8 and bits.count(4) == len(bits) - exact - 1  # the last is the LM head
+
+
 def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
-    target = tmp_path / "thin"
-    assert run(llama, target, text, loss="both", rate=0.02, stop=lambda step: step == 2) is None
-    assert not target.exists() and (tmp_path / "thin.training" / "training.pt").is_file()
+    target, work = tmp_path / "thin", tmp_path / "thin.training"
+
+    def layers():
+        return len(torch.load(work / "transfer.pt")["maps"]) if (work / "transfer.pt").exists() else 0
+
+    assert run(llama, target, text, loss="both", rate=0.02, stop=lambda step: layers() == 1 and step == 2) is None  # in the attention transfer
+    assert layers() == 1 and not (work / "training.pt").exists()
+    assert run(llama, target, text, loss="both", rate=0.02, stop=lambda step: layers() == 2 and step == 2) is None
+    assert not target.exists() and (work / "training.pt").is_file()
     with pytest.raises(UserError, match="other options"):
         run(llama, target, text, loss="text", rate=0.02)
     figures = run(llama, target, text, loss="both", rate=0.02)
@@ -108,7 +126,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
 def command(model, target, text, *more):
     return [
         "finetune", str(model), "-o", str(target), "--key-rank", "50%", "--text", str(text), "--steps", "4", "--batch", "4", "--length", "32",
-        "--calibrate-tokens", "256", "--calibrate-steps", "2", "--loss", "both", "--rate", "0.02", *more,
+        "--calibrate-tokens", "256", "--calibrate-steps", "2", "--transfer-steps", "3", "--loss", "both", "--rate", "0.02", *more,
     ]  # fmt: skip
 
 

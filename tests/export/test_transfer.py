@@ -1,0 +1,107 @@
+"""Attention transfer: what is learned from, that it helps, that it never hurts, and that it changes nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make
+
+from edgekv.export import exporter, load
+from edgekv.export.thin import calibrate, stream, trainable, transfer
+from edgekv.export.thin.make import load_model, starts_of
+
+CHUNKS = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (2, 48))).repeat(2, 1)  # tiny models learn nothing that holds elsewhere
+STEPS = 64
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2", "gptj"])
+def made(request, tmp_path_factory):
+    """The full model, its geometry, names of what learns, and maps to half of the numbers to begin with."""
+    source = load.find(str(make(tmp_path_factory.mktemp(request.param) / "model", request.param)))
+    model = load_model(source, 128).requires_grad_(False)
+    geometry = exporter.whole_geometry(source, 128, lambda stage, done, total: None)
+    spectra, full = calibrate.closed_form(stream.turned(stream.layers(model, CHUNKS), geometry, starts_of(CHUNKS, 128)))
+    return model, geometry, trainable.key_side(model, CHUNKS[0, :8]), [calibrate.cut(m, m.rank // 2) for m in full]
+
+
+def learn(made, path, **changes):
+    model, geometry, names, start = made
+    student = trainable.twin(model, names)
+    trainable.only_these(student, names)
+    told = []
+    transfer.transfer(
+        student, model, names, start, CHUNKS, starts_of(CHUNKS, 128), lambda: geometry, changes.get("steps", STEPS), 7, path,
+        lambda layer, layers, kl: told.append((layer, layers, kl)), changes.get("stop", lambda step: False),
+    )  # fmt: skip
+    return student, told
+
+
+def divergences(model, student, maps):
+    """Of every layer: KL of the student's attention from the full model's, of the hidden states that the full model gives it, nats."""
+    blocks = stream.blocks(student, CHUNKS[0])
+    found = []
+    for reading, block, m in zip(stream.readings(model, CHUNKS), blocks, maps, strict=True):
+        with torch.no_grad():
+            q, k = stream.queries_and_keys(block, reading.hidden[-1], reading.call)
+            text = reading.text
+            found.append(float(calibrate.divergence(text.scores.logits(text.q[-1], text.k[-1]), text.scores.logits(*m.apply(q, k)))))
+    return found
+
+
+def test_a_block_shows_what_its_attention_sees(made):
+    model = made[0]
+    for reading, block in zip(stream.readings(model, CHUNKS), stream.blocks(model, CHUNKS[0]), strict=True):
+        for chunk in range(len(CHUNKS)):
+            q, k = stream.queries_and_keys(block, reading.hidden[chunk], reading.call)
+            torch.testing.assert_close(q, reading.text.q[chunk])
+            torch.testing.assert_close(k, reading.text.k[chunk])
+
+
+def test_every_layer_attends_more_like_the_full_model(made, tmp_path):
+    model, _, names, start = made
+    student, told = learn(made, tmp_path / "t.pt")
+    layers = len(start)
+    assert [(layer, total) for layer, total, _ in told] == [(i + 1, layers) for i in range(layers)]
+    maps = transfer.load(tmp_path / "t.pt", student, layers)
+    before, after = divergences(model, model, start), divergences(model, student, maps)
+    assert all(b <= a for a, b in zip(before, after, strict=True)) and sum(after) < 0.95 * sum(before), (before, after)
+    theirs = dict(model.named_parameters())
+    changed = {name for name, p in student.named_parameters() if not torch.equal(p, theirs[name])}
+    assert changed <= set(names) and bool(changed) == bool(names)
+    assert [m.rank for m in maps] == [m.rank for m in start]
+    other = trainable.twin(model, names)
+    transfer.load(tmp_path / "t.pt", other, layers)
+    for (name, a), (_, b) in zip(student.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_what_does_not_help_is_taken_back(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "RATE", 50.0)
+    model, _, names, start = made
+    student, _ = learn(made, tmp_path / "t.pt", steps=3)
+    for (name, a), (_, b) in zip(student.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(transfer.load(tmp_path / "t.pt", student, len(start)), start, strict=True):
+        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+
+
+def test_a_stopped_transfer_goes_on_bit_for_bit(made, tmp_path):
+    model, _, names, start = made
+    want, _ = learn(made, tmp_path / "one.pt", steps=4)
+    path = tmp_path / "two.pt"
+    learn(made, path, steps=4, stop=lambda step: path.exists() and step == 2)  # in layer 1
+    assert transfer.load(tmp_path / "two.pt", trainable.twin(model, names), len(start)) is None
+    _, told = learn(made, tmp_path / "two.pt", steps=4)
+    assert told[0][0] == 2
+    got = trainable.twin(model, names)
+    for a, b in zip(transfer.load(tmp_path / "one.pt", want, len(start)), transfer.load(tmp_path / "two.pt", got, len(start)), strict=True):
+        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+    for (name, a), (_, b) in zip(want.named_parameters(), got.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("rows", "length", "steps"), [(1000, 512, 400), (1000, 64, 400), (3, 512, 400), (2, 32, 1), (5000, 2048, 1)])
+def test_as_much_text_as_the_steps_can_read(rows, length, steps):
+    chunks = transfer.chunks_for(torch.arange(rows)[:, None].expand(rows, length), steps)
+    fitted = sum(not calibrate.held_out(i, len(chunks)) for i in range(len(chunks)))
+    assert len(set(chunks[:, 0].tolist())) == len(chunks) <= rows
+    assert len(chunks) == rows or steps * min(transfer.ROWS, length) <= fitted * length <= steps * min(transfer.ROWS, length) + 3 * length
