@@ -6,7 +6,7 @@ compare, so they are kept in seconds of a machine at its usual pace, and the pac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import accumulate
 
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
 _OWN = 0.05  # weight of a new sample
@@ -76,27 +76,26 @@ class StepCosts:
     def _fill(self) -> None:
         """Makes the table from what was measured: few samples of one kind count little against the line through all kinds."""
         known = [(rows, duration.seconds, duration.samples) for rows, duration in enumerate(self._durations) if duration.samples]
-        line = _line(known)
-        lowest = 1e-9
-        for rows in range(1, len(self.seconds)):
-            duration = self._durations[rows]
-            if rows == 1 and duration.samples:  # plain decoding, which all is judged against, owes nothing to the line
-                seconds = duration.seconds
-            else:
-                seconds = (duration.samples * duration.seconds + _LINE * line(rows)) / (duration.samples + _LINE)
-            self.seconds[rows] = lowest = max(seconds, lowest)
+        start, slope = _line(known)
+        table = [0.0, *(start + slope * rows for rows in range(1, len(self.seconds)))]
+        for rows, own, samples in known:
+            # plain decoding, which all is judged against, owes nothing to the line
+            table[rows] = own if rows == 1 else (samples * own + _LINE * table[rows]) / (samples + _LINE)
+        table[1] = max(table[1], 1e-9)
+        self.seconds = [0.0, *accumulate(table[1:], max)]
 
 
-def _line(points: list[tuple[int, float, int]]) -> Callable[[int], float]:
-    """The line with the least squares of its errors at (rows, seconds, samples), many samples counting no more than some."""
+def _line(points: list[tuple[int, float, int]]) -> tuple[float, float]:
+    """Seconds at no rows and per row, by least squares of the errors at (rows, seconds, samples), many samples counting no more than some."""
     if len(points) == 1:
         rows, seconds, _ = points[0]
         one = seconds / (1.0 + _FIRST_SLOPE * (rows - 1))
-        return lambda n: one * (1.0 + _FIRST_SLOPE * (n - 1))
+        return one * (1.0 - _FIRST_SLOPE), one * _FIRST_SLOPE
     weights = [min(samples, _MOST_IN_LINE) for *_, samples in points]
     total = sum(weights)
     middle = sum(w * rows for w, (rows, *_) in zip(weights, points, strict=True)) / total
     mean = sum(w * seconds for w, (_, seconds, _) in zip(weights, points, strict=True)) / total
     spread = sum(w * (rows - middle) ** 2 for w, (rows, *_) in zip(weights, points, strict=True))
     slope = sum(w * (rows - middle) * (seconds - mean) for w, (rows, seconds, _) in zip(weights, points, strict=True)) / spread
-    return lambda n: mean + max(slope, 0.0) * (n - middle)
+    slope = max(slope, 0.0)
+    return mean - slope * middle, slope

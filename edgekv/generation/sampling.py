@@ -10,6 +10,7 @@ go to the lower token id everywhere, the argmax included.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from edgekv.errors import EdgekvError, UserError
 
 _BLOCK = 64  # tokens per block maximum in top-k
 _FIRST_CUT, _CUT_STEP = 2.0**-7, 2.0**-6  # thresholds of top-p, relative to the most probable token
+_CERTAIN = np.ones(1)
+_CERTAIN.flags.writeable = False
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ class Sampler:
         scores = self._penalised(logits, also)
         best = int(scores.argmax())
         top = scores[best]
-        if not np.isfinite(top):
+        if not math.isfinite(top):
             raise EdgekvError("the model produced logits that are not numbers")
         if options.greedy or options.top_k == 1:
-            return np.array([best]), np.ones(1, np.float32)
+            return np.array([best]), _CERTAIN
         factor = np.float32(1.0 / options.temperature)
         ids = None
         if options.top_k:
@@ -165,6 +168,8 @@ class Sampler:
         Raises EdgekvError when the model produced no finite maximum.
         """
         ids, weights = self._weights(logits, also)
+        if weights.size == 1:  # greedy decoding comes here with every token
+            return np.zeros(1, np.int64) if ids is None else ids, _CERTAIN
         probabilities = weights.astype(np.float64)
         probabilities /= probabilities.sum()
         return np.arange(weights.size) if ids is None else ids, probabilities
