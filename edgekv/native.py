@@ -56,13 +56,13 @@ for _name, _result, _arguments in (
     (
         "edgekv_attend",
         c_int,
-        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 5, c_void_p, c_int64, _INTS, c_int64, _FLOATS, c_int],
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 5, c_void_p, c_int64, _INTS, c_int64, c_int, _FLOATS, c_int],
     ),
     ("edgekv_retrieved_slots", c_int64, [_PARAMS, c_void_p, c_int64, c_int64]),
     (
         "edgekv_retrieve",
         c_int,
-        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, _FLOATS, c_void_p, c_int64, _INTS, c_int],
+        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, _FLOATS, c_void_p, c_int64, _INTS, c_int, c_int],
     ),
     ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
     (
@@ -189,13 +189,14 @@ def attend(
     key_map float32 [q_heads or kv_heads, head_dim, key_dim] make key_dim after the rotation. With params.latent, key_encode float32
     [kv_heads key_dim, latent], key_decode [kv_heads, latent + 1, key_dim] (the last row of a head is its mean key) and inv_freq
     [rotary_dim/2] make and rebuild latent keys. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
-    of a compressed body, beside sinks and tail; None or k = 0: all of it. Only tail slots from the committed length on change,
+    of a compressed body, beside sinks and tail; None or k = 0: all of it; with their scores if it gave them. Only tail slots from the committed length on change,
     and the traffic counters.
     """
     rows, given = len(q), params.head_dim or params.key_dim
     if slots is not None:
         slots = np.ascontiguousarray(slots, np.int32)
-        if slots.ndim != 3 or slots.shape[:2] != (params.kv_heads, rows):
+        scored = slots.ndim == 4 and slots.shape[2] == 1 + params.q_heads // params.kv_heads
+        if (slots.ndim != 3 and not scored) or slots.shape[:2] != (params.kv_heads, rows):
             raise NativeError(f"slots has the shape {slots.shape} and should have {(params.kv_heads, rows, -1)}")
         slots = slots if slots.size else None
     y = np.empty((rows, params.q_heads, params.value_dim), np.float32)
@@ -216,6 +217,7 @@ def attend(
             *_state(state),
             None if slots is None else slots.ctypes.data_as(_INTS),
             0 if slots is None else slots.shape[-1],
+            0 if slots is None else slots.ndim == 4,
             y.ctypes.data_as(_FLOATS),
             threads,
         )
@@ -232,6 +234,7 @@ def retrieve(
     cos: np.ndarray | None = None,
     sin: np.ndarray | None = None,
     query_map: np.ndarray | None = None,
+    scored: bool = False,
     threads: int = 1,
 ) -> np.ndarray:
     """Body slots that each of T rows should attend to, found by their sign codes: int32 [kv_heads, T, k], ascending, -1 behind the
@@ -239,12 +242,14 @@ def retrieve(
 
     The header's `retrieve` and `rerank` say how: k = min(retrieve, body_count), and rerank * k candidates are ranked again by
     their stored keys. retrieve = 0 gives k = 0: attend to all. q, position, cos, sin and query_map as in attend(); of the state only the
-    traffic counters change.
+    traffic counters change. scored: [kv_heads, T, 1 + group, k], each row's slots followed by the bits of their float32 scores for the
+    query heads of the kv head, which attend() then need not find again.
     """
     rows, given = len(q), params.head_dim or params.key_dim
     count = _lib.edgekv_retrieved_slots(params, *_state(state), position)
     _refuse_if(count < 0)
-    slots = np.empty((params.kv_heads, rows, count), np.int32)
+    each = (1 + params.q_heads // params.kv_heads, count) if scored else (count,)
+    slots = np.empty((params.kv_heads, rows, *each), np.int32)
     _refuse_if(
         _lib.edgekv_retrieve(
             params,
@@ -255,6 +260,7 @@ def retrieve(
             _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
             *_state(state),
             slots.ctypes.data_as(_INTS),
+            scored,
             threads,
         )
     )

@@ -97,7 +97,7 @@ def expect_slots(cache: SelfIndexCache, text: Text, position: int, rows: int, go
 
 
 def oracle_step(cache: SelfIndexCache, text: Text, position: int, rows: int, slots: np.ndarray | None) -> np.ndarray:
-    """The oracle's step, made to attend to the given slots."""
+    """The oracle's step, made to attend to the given slots as to retrieved ones."""
     chosen = iter([] if slots is None else slots.transpose(1, 0, 2))
     cache.retrieve = None if slots is None else slots.shape[-1]
     cache.retrieved_slots = lambda query, seen: [head[head >= 0] for head in next(chosen)]

@@ -208,7 +208,7 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: 
         for head, row in np.ndindex(table_scores.shape[:2]):
             at, query = np.flatnonzero(among[head, row]), layer.q[head, :, row]
             stored = magnitude[head, at], pairs[head, at], positive[head, at], key_bits, layer.means[head], layer.interval[at]
-            weight[head, row, at] = ranking.weights(query, hadamard(query), *stored, layer.scale, 0.0)
+            weight[head, row, at] = ranking.weights(ranking.scores(query, hadamard(query), *stored, layer.scale, 0.0), 0.0)
         found[f"... re-ranked from {factor} x k, +quantised"] = layer.judge(layer.top(weight), keys, values)
 
     centred = x - mean

@@ -60,7 +60,7 @@ def packed_tables(reports: dict[str, list[tuple[str, int, int]]]) -> None:
         match = re.fullmatch(r"attend_packed<(\d), (\d), (true|false)>", name)
         if match:
             rows, dim = 4 * int(match[1]), HEADS[int(match[2])]
-            shared = 4 * (4160 + rows * dim + rows * 64) + 4 * 1024  # attend_packed_shared_bytes
+            shared = 4 * (4160 + rows * dim + rows * 64 + rows + 64) + 4 * 1024  # attend_packed_shared_bytes
             blocks, how = blocks_per_sm(arch, registers, shared, 128), f"{rows}{' (prefill)' if match[3] == 'true' else ''}"
             print(f"| {arch} | {how} | {dim} | {registers} | {shared / 1024:.1f} KiB | {blocks} | {4 * blocks} | {spills} |")
     print("\n| SM | kernel, head size 128 | threads | registers | shared memory | blocks per SM | spills |")

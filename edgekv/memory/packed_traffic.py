@@ -1,7 +1,8 @@
 """Bytes that an attention step moves of a compressed body, by formula: the scan of the codes, second rankings, chosen records.
 
 While rows attend to everything, each pass over the body unpacks every visible token once. Rows that retrieve scan the codes of
-all they may see, rank `rerank` candidates per wanted token by their stored keys, and then read the records of the winners.
+all they may see, rank `rerank` candidates per wanted token by their stored keys, and then read the records of the winners, or their values
+alone where the ranking hands its scores over.
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ class PackedBody:
                 loaded = sum(1 for _ in groupby(p // self.interval for p in self.positions[first:end]))
                 self._read(end - first, means=loaded)
 
-    def chosen(self, oldest: int, retrieve: int, rerank: int, passes: int) -> None:
-        """One row: it sees tokens after position `oldest`; its query heads attend in `passes`."""
+    def chosen(self, oldest: int, retrieve: int, rerank: int, passes: int, scored: bool) -> None:
+        """One row: it sees tokens after position `oldest`; its query heads attend in `passes`. scored: a second ranking hands over the scores
+        of the winners, and attention reads their values alone."""
         low = bisect_right(self.positions, oldest)
         visible = len(self.positions) - low
         wanted = min(retrieve, visible)
-        self.moved["read_body_meta"] += self.group * self._means_from(0) * 2 * self.dim
+        candidates = min(wanted * max(rerank, 1), visible)
+        if not scored:
+            self.moved["read_body_meta"] += self.group * self._means_from(0) * 2 * self.dim
         if wanted < visible:
             start = low // layout.INDEX_TOKENS * layout.INDEX_TOKENS
             scanned = -(-(len(self.positions) - start) // layout.INDEX_TOKENS) * layout.INDEX_TOKENS
             self.moved["read_body_index"] += scanned * self.dim // 8
             self.moved["read_body_meta"] += visible * 4 + 64 * self.dim + self._means_from(low) * 2 * self.dim
-            candidates = min(wanted * max(rerank, 1), visible)
-            if candidates > wanted:
-                self._read(candidates, values=False, means=self.group * self._means_from(low))
+        if candidates > wanted or (scored and wanted):
+            self._read(candidates, values=False, means=self.group * self._means_from(low))
         for _ in range(passes):
-            self._read(wanted)
+            if scored:
+                self.moved["read_body_values"] += wanted * self.value_bytes
+            else:
+                self._read(wanted)

@@ -52,13 +52,15 @@ def step_traffic(
     hidden: tuple[int, int] = (0, 0),
     retrieve: int = 0,
     rerank: int = 1,
+    scored: bool = False,
 ) -> dict[str, int]:
     """Bytes by name of layout.TRAFFIC of one attention step of one layer.
 
     kept: positions in the body per kv head, needed only for keep = heavy on a layer with a sliding window smaller than its
     body, where what is visible depends on the text; default: the positions that full and window keep. hidden: body slots that
     the step leaves out (drafting with a part of the cache), as in the state's header. retrieve, rerank: as in the header too,
-    for compressed bodies; where what heavy keeps is not told, its newest tokens stand for it.
+    for compressed bodies; where what heavy keeps is not told, its newest tokens stand for it. scored: the retrieval hands scores over, as
+    ONNX Runtime's op does after a second ranking.
     """
     tail_base, count = committed(params, position)
     group, window = params["q_heads"] // params["kv_heads"], params["sliding_window"]
@@ -95,7 +97,7 @@ def step_traffic(
                 heads = range(row * group, (row + 1) * group)
                 compressed.chosen(
                     position + row - window if window else -1, retrieve, rerank,
-                    passes=len({head // ROWS_PER_PASS[isa] for head in heads}),
+                    passes=len({head // ROWS_PER_PASS[isa] for head in heads}), scored=scored,
                 )  # fmt: skip
             for name, size in compressed.moved.items():
                 total[name] += size

@@ -76,32 +76,44 @@ inline void attend_whole(const Step& s, const PackedBody& b, int head, int first
 inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row, int rows, int begin, int end, float* partial, float* work) {
   const auto& p = s.params;
   const int width = packed_stride(p.value_dim), stride = width + 32, dim = packed_stride(p.key_dim);
-  float *values = work, *scores = values + kTile * width, *picked = scores + kTile * rows, *queries = picked + picked_floats(p.key_dim, p.value_dim);
-  float* sums = queries + rows * dim;  // as partials, but in the order of value_group
+  float *values = work, *scores = values + kTile * width, *picked = scores + kTile * rows, *largest = picked + picked_floats(p.value_dim);
+  float* sums = largest + kTile;  // as partials, but in the order of value_group
+  int8_t* levels = reinterpret_cast<int8_t*>(sums + int64_t(rows) * stride);
   const int64_t at_row = int64_t(head) * s.rows * s.group + row;
-  const int32_t* slots = s.slots + (int64_t(head) * s.rows + row / s.group) * s.chosen;
+  const int32_t* slots = s.slots + (int64_t(head) * s.rows + row / s.group) * edgekv::slots_stride(s.chosen, s.scored, s.group);
+  const float* known = reinterpret_cast<const float*>(slots + s.chosen) + int64_t(row % s.group) * s.chosen;
   int listed = s.chosen;
   while (listed > 0 && slots[listed - 1] < 0) --listed;
   if (end > listed) end = listed;
   if (begin == 0) fetch_first(b, slots, listed);  // those of later splits have been asked for by the one before
-  order_queries(b.key_bits, s.turned + at_row * dim, rows, dim, queries);
+  WholeQuery whole[kRowBlocks * kRowBlock];
   for (int r = 0; r < rows; ++r) {
+    if (!s.scored) whole[r] = whole_query(s.turned + (at_row + r) * dim, dim, score_factor(p), levels + r * dim);
     std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
     sums[r * stride + width + kLanes] = kNothing;
   }
   for (int at = begin; at < end; at += kTile) {
     const int size = end - at < kTile ? end - at : kTile;
-    const Picked t(b, slots + at, size, listed - at, picked);
-    score_picked(t, queries, rows, dim, s.bias + at_row * b.intervals, scores, kTile);
+    const PickedSlots t = {b, slots + at, size, listed - at};
+    if (s.scored) {
+      for (int r = 0; r < rows; ++r) std::memcpy(scores + r * kTile, known + int64_t(r) * s.chosen + at, size_t(size) * sizeof(float));
+    } else {
+      key_dots(t, levels, whole, rows, dim, largest, scores, kTile);
+      scores_of_products(t, whole, rows, largest, s.bias + at_row * b.intervals, scores, kTile);
+    }
     for (int r = 0; r < rows; ++r) soften({sums + r * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
-    add_values_of(t, rows, scores, sums, stride, values);
+    add_values_of({t, picked}, rows, scores, sums, stride, values);
   }
   const int result_width = edgekv::partial_width(p.value_dim);
   for (int r = 0; r < rows; ++r, sums += stride, partial += edgekv::partial_stride(p.value_dim)) {
     order_values(p.value_bits, sums, p.value_dim, partial);
     std::memcpy(partial + result_width, sums + width, (kLanes + 1) * sizeof(float));
   }
-  count_packed(s, b, end > begin ? uint64_t(end - begin) : 0, 0);
+  const uint64_t tokens = end > begin ? uint64_t(end - begin) : 0;
+  if (s.scored)
+    __atomic_fetch_add(&s.loaded->body_values, tokens * b.value_bytes(), __ATOMIC_RELAXED);
+  else
+    count_packed(s, b, tokens, 0);
 }
 
 void attend_packed(const Step& s, int head, int first, int count, int begin, int end, float* partial, float* work) {

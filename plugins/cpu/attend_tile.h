@@ -8,10 +8,6 @@
 
 namespace {
 
-using edgekv::kTile;
-
-constexpr float kNothing = -__builtin_inff();
-
 // Memory that is needed next, brought closer while something else is computed: the values of a tile during its scores, the keys of
 // the next tile during the values. Addresses beyond the planes do no harm.
 struct Ahead {

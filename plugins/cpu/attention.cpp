@@ -38,12 +38,13 @@ constexpr int64_t kPartialFloats = 1 << 20;
 
 int check_slots(const LayerParams& p, const StepInputs& in, const StateHeader& header) {
   if (p.format != kFormatSelfIndex) return fail("slots are for a compressed body; this cache is dense and attends to all of it");
-  const int64_t count = p.kv_heads * in.rows * in.chosen;
+  const int64_t rows = p.kv_heads * in.rows, stride = slots_stride(in.chosen, in.scored, p.q_heads / p.kv_heads);
   int32_t least = 0, most = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    least = std::min(least, in.slots[i]);
-    most = std::max(most, in.slots[i]);
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < in.chosen; ++i) {
+      least = std::min(least, in.slots[row * stride + i]);
+      most = std::max(most, in.slots[row * stride + i]);
+    }
   if (least < -1 || most >= header.body_count)
     return fail("slots must be between -1 and %d, the last filled body slot; there are some from %d to %d", header.body_count - 1, least, most);
   return 0;
@@ -115,6 +116,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.sink_count = int(sinks_moved(params, view.header->tail_base));
   s.slots = in.slots;
   s.chosen = int(in.chosen);
+  s.scored = in.scored;
   s.position = in.position;
   s.q = in.q, s.k = in.k, s.v = in.v;
   s.cos = params.fused_rotary ? in.cos : nullptr;
@@ -173,7 +175,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
   };
   // Few rows are prepared at once, unless they meet the mean keys of many intervals.
-  const int64_t intervals = s.slots != nullptr ? view.header->tail_base / params.tail_slots : 0;
+  const int64_t intervals = s.slots != nullptr && !s.scored ? view.header->tail_base / params.tail_slots : 0;
   const bool long_preparation = in.rows >= 8 || heads * rows * intervals * params.key_dim >= kWorthThreads;
   (long_preparation ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
   if (params.latent > 0) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });

@@ -14,6 +14,7 @@ struct StepInputs {
   // Body slots that each row attends to, [kv_heads][rows][chosen] as retrieve_step gives them; null: all. For a compressed body.
   const int32_t* slots;
   int64_t chosen;
+  bool scored;  // each row's are followed by their scores, float32 [q_heads / kv_heads][chosen], as retrieve_step gives them
   // What params.head_dim numbers of a rotated query or key become key_dim numbers with, [q_heads] and [kv_heads][head_dim][key_dim];
   // null without head_dim. retrieve_step needs the first only.
   const float *query_map, *key_map;
@@ -36,6 +37,10 @@ int64_t retrieved_slots(const LayerParams& params, const void* state);
 // Writes slots [kv_heads][rows][retrieved_slots]: the body slots that each row should attend to, ascending, -1 behind the last where
 // a row sees fewer. Reads in.q, in.rows, in.position and the tables; of the state only the traffic counters change. Returns 0, or 1
 // with a sentence.
+// With in.scored each row's slots are followed by their scores, which a step with the same q at the same position need not find again.
 int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel);
+
+// Whether those scores are worth the room: a second ranking finds them anyway. The state must have passed check_state.
+bool scores_slots(const LayerParams& params, const void* state);
 
 }  // namespace edgekv

@@ -50,14 +50,14 @@ EDGEKV_API uint64_t edgekv_state_hash(const LayerParams* params, const void* sta
 // q [rows][q_heads][given], k [rows][kv_heads][given], v [rows][kv_heads][value_dim], y [rows][q_heads][value_dim], given = head_dim or
 // key_dim; cos and sin [rows][table_columns] with fused_rotary, else null; query_map and key_map [heads][head_dim][key_dim] with
 // head_dim, else null; key_encode [kv_heads key_dim][latent], key_decode [kv_heads][latent + 1][key_dim] and inv_freq [rotary_dim / 2] with
-// latent, else null; slots [kv_heads][rows][chosen] or null.
+// latent, else null; slots [kv_heads][rows][chosen] or null, with `scored` [kv_heads][rows][1 + group][chosen], the scores as float32.
 EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const float* k, const float* v, int64_t rows, int64_t position,
                              const float* cos, const float* sin, int64_t table_columns, const float* query_map, const float* key_map,
-                             const float* key_encode, const float* key_decode, const float* inv_freq, void* state, int64_t bytes, const int32_t* slots, int64_t chosen, float* y, int threads) {
+                             const float* key_encode, const float* key_decode, const float* inv_freq, void* state, int64_t bytes, const int32_t* slots, int64_t chosen, int scored, float* y, int threads) {
   const LayerParams& p = *params;
   auto view = [](const float* data, int64_t heads, int64_t dim) { return Rows{data, dim, heads * dim}; };
   const StepInputs in = {view(q, p.q_heads, given_dim(p)), view(k, p.kv_heads, given_dim(p)), view(v, p.kv_heads, p.value_dim), rows, position,
-                         cos, sin, table_columns, slots, chosen, query_map, key_map, key_encode, key_decode, inv_freq};
+                         cos, sin, table_columns, slots, chosen, scored != 0, query_map, key_map, key_encode, key_decode, inv_freq};
   Threads own(threads);
   return attend_step(p, in, state, bytes, y, own);
 }
@@ -68,15 +68,16 @@ EDGEKV_API int64_t edgekv_retrieved_slots(const LayerParams* params, const void*
   return retrieved_slots(*params, state);
 }
 
-// slots [kv_heads][rows][edgekv_retrieved_slots]; the rest as above.
+// slots [kv_heads][rows][edgekv_retrieved_slots], or with `scored` as above; the rest as above.
 EDGEKV_API int edgekv_retrieve(const LayerParams* params, const float* q, int64_t rows, int64_t position, const float* cos, const float* sin,
-                               int64_t table_columns, const float* query_map, void* state, int64_t bytes, int32_t* slots, int threads) {
+                               int64_t table_columns, const float* query_map, void* state, int64_t bytes, int32_t* slots, int scored, int threads) {
   const LayerParams& p = *params;
   StepInputs in = {};
   in.q = {q, given_dim(p), int64_t(p.q_heads) * given_dim(p)};
   in.query_map = query_map;
   in.rows = rows, in.position = position;
   in.cos = cos, in.sin = sin, in.table_columns = table_columns;
+  in.scored = scored != 0;
   Threads own(threads);
   return retrieve_step(p, in, state, bytes, slots, own);
 }

@@ -57,6 +57,7 @@ struct Step {
   // the last; null: all of them.
   const int32_t* slots;
   int chosen;
+  bool scored;          // the slots of each row are followed by their scores, float32 [group][chosen], as retrieve() gives them
   float* turned;        // scratch: transformed queries, packed like `queries`, or [kv_heads][group * rows][packed stride] with slots
   float* bias;          // scratch: scores of the mean keys [kv_heads][group * rows][boundaries so far], with slots only
   Loaded* loaded;
@@ -67,19 +68,16 @@ struct Step {
 static inline int partial_width(int value_dim) { return (value_dim + 15) / 16 * 16; }
 static inline int partial_stride(int value_dim) { return partial_width(value_dim) + 32; }
 
-// Floats of a token's (zero point, scale) of each group of 32 numbers of its key and then of its value, in whole vectors.
-static inline int64_t pair_floats(int key_dim, int value_dim) { return ((key_dim + 31) / 32 + (value_dim + 31) / 32 + 7) / 8 * 16; }
+// Floats of a token's (zero point, scale) of each group of 32 numbers of its value, in whole vectors.
+static inline int64_t pair_floats(int value_dim) { return ((value_dim + 31) / 32 + 7) / 8 * 16; }
 
-// Floats that a tile of picked tokens needs (picked.h, picked_avx2.h): codes, levels or pairs, signs and interval.
-static inline int64_t picked_floats(int key_dim, int value_dim) {
-  const int64_t keys = (key_dim + 31) / 32, values = (value_dim + 31) / 32;
-  return kTile * (keys * (4 + 4) + values * (4 + 8) + keys + 1 + 16);
-}
+// Floats that the values of a tile of picked tokens need (picked.h, picked_avx2.h): pairs, or levels with codes.
+static inline int64_t picked_floats(int value_dim) { return kTile * ((value_dim + 31) / 32 * (4 + 8) + 16); }
 
 // Floats that hold one tile of a compressed body while rows attend to it, or one of picked tokens with queries, scores and sums of rows.
 static inline int64_t unpacked_floats(const LayerParams& p) {
   const int64_t key = (p.key_dim + 31) / 32 * 32, value = (p.value_dim + 31) / 32 * 32, rows = kRowBlocks * 12;
-  return kTile * (key + value + rows) + 20 * key + picked_floats(p.key_dim, p.value_dim) + rows * (key + value + 32);
+  return kTile * (key + value + rows + 1) + 20 * key + picked_floats(p.value_dim) + rows * (key + value + 32);
 }
 
 // Floats that hold one tile of a latent body: keys of a kv head, and its values when they are stored in half precision.
@@ -98,6 +96,7 @@ struct Retrieval {
   int retrieve, rerank;  // slots per row; candidates per slot that are ranked again by their stored keys
   int rows;
   int32_t* slots;        // [kv_heads][rows][retrieve]
+  bool scored;           // each row's are followed by their scores, float32 [group][retrieve], in units of log2 or as the argument of tanh
   Loaded* loaded;
 };
 
@@ -111,11 +110,14 @@ struct RetrievalWork {
     queries = (queries + 15) / 16 * 16;
     scores = (int64_t(r.body_count) + 31) / 32 * 32;
     candidates = scores + 32;
-    const int64_t wanted = r.rerank > 1 ? (int64_t(r.retrieve) * r.rerank < r.body_count ? int64_t(r.retrieve) * r.rerank : r.body_count) : 0;
-    ranked = (wanted + 15) / 16 * 16;
-    bytes = 4 * queries + 2 * scores + 4 * candidates + 4 * ranked * (r.group + 1);
+    const int64_t asked = r.rerank > 1 ? int64_t(r.retrieve) * r.rerank : r.scored ? r.retrieve : 0;
+    ranked = ((asked < r.body_count ? asked : r.body_count) + 15) / 16 * 16;
+    bytes = 4 * queries + 2 * scores + 4 * candidates + 4 * ranked * (r.group + 2);
   }
 };
+
+// Numbers between the slots of two rows, `count` slots in each.
+static inline int64_t slots_stride(int64_t count, bool scored, int group) { return count * (scored ? 1 + group : 1); }
 
 // One compaction of one layer. Candidates are the body's tokens and then the tail's, in order of position; candidate i goes to
 // body slot j <= i.

@@ -6,6 +6,11 @@
 
 namespace {
 
+using edgekv::kTile;
+
+constexpr int kLanes = EDGEKV_LANES;
+constexpr float kNothing = -__builtin_inff();  // the score of what is not attended to
+
 struct PackedBody {
   const int32_t* positions;
   const uint8_t *index, *payload;
@@ -197,23 +202,6 @@ inline float dot_in_order(const float* a, const float* b, int dim) {
   for (; i + 16 <= dim; i += 16) sum = add(sum, mul(load(a + i), load(b + i)));
   if (i < dim) sum = add(sum, mul(load_first(a + i, dim - i), load_first(b + i, dim - i)));
   return sum_lanes(sum);
-}
-
-// Bias of one query row: what the mean keys add to its scores. bias[i] for the intervals from `first` on.
-inline void mean_scores(const PackedBody& b, const float* query, int first, float* bias) {
-  for (int at = first; at < b.intervals; at += 16) {
-    Vec sum[16];
-    for (int j = 0; j < 16; ++j) {
-      const uint16_t* m = b.mean + int64_t(at + j < b.intervals ? at + j : b.intervals - 1) * b.key_dim;
-      sum[j] = zero();
-      int d = 0;
-      for (; d + 16 <= b.key_dim; d += 16) sum[j] = fma(load(m + d), load(query + d), sum[j]);
-      if (d < b.key_dim) sum[j] = fma(load_first(m + d, b.key_dim - d), load_first(query + d, b.key_dim - d), sum[j]);
-    }
-    float each[16];
-    store(each, sum_each(sum));
-    std::memcpy(bias + at, each, size_t(b.intervals - at < 16 ? b.intervals - at : 16) * sizeof(float));
-  }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Tokens picked here and there from a compressed body: their scores for some transformed queries, and their weighted values. Records are
-// read straight into registers; the query heads of a kv head, four at a time, meet a key where it is unpacked.
+// Tokens picked here and there from a compressed body: their weighted values. Records are read straight into registers; the query heads of a
+// kv head, four at a time, meet a value where it is unpacked.
 #pragma once
 #include "cpu/attend_tile.h"
 #include "cpu/picked_slots.h"
@@ -11,38 +11,20 @@ using edgekv::picked_floats;
 
 constexpr int kHeadsAtOnce = 4;
 
-// What up to kTile picked tokens need before their records are read: 4 bytes of signs per key group, pairs in single precision, the
-// interval. It is kept in `memory`, which has picked_floats().
+// What up to kTile picked tokens need before their values are read: pairs in single precision, kept in `memory`, which has picked_floats().
 struct Picked : PickedSlots {
-  uint32_t* signs;
   float* pairs;
-  int32_t* interval;
 
-  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
-      : PickedSlots{b, slots, count, listed}, signs(reinterpret_cast<uint32_t*>(memory)), pairs(memory + kTile * b.key_groups()),
-        interval(reinterpret_cast<int32_t*>(pairs + kTile * pair_floats(b.key_dim, b.value_dim))) {
-    const int width = int(pair_floats(b.key_dim, b.value_dim));
-    find_intervals(interval);
-    gather_signs(b.index, b.key_dim / 4, slots, count, reinterpret_cast<uint8_t*>(signs), 4 * b.key_groups());
+  Picked(const PickedSlots& t, float* memory) : PickedSlots(t), pairs(memory) {
+    const int width = int(pair_floats(body.value_dim));
     for (int i = 0; i < count; ++i) {
+      fetch_record(i);
       // What is read behind the last pair of a record is the next record or the next plane.
-      const uint16_t* from = reinterpret_cast<const uint16_t*>(record(i) + b.record.key_pairs);
+      const uint16_t* from = reinterpret_cast<const uint16_t*>(record(i) + body.record.value_pairs);
       for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, load(from + n));
     }
   }
 };
-
-template <int kBits>
-inline void order_queries_of(const float* queries, int numbers, float* out) {
-  for (int i = 0; i < numbers; i += 32)
-#pragma GCC unroll 32
-    for (int n = 0; n < 32; ++n) out[i + place<kBits>(n)] = queries[i + n];
-}
-
-// Queries [rows][dim] in the order in which key_group hands numbers over; dim is a multiple of 32.
-inline void order_queries(int key_bits, const float* queries, int rows, int dim, float* out) {
-  key_bits == 2 ? order_queries_of<2>(queries, rows * dim, out) : order_queries_of<4>(queries, rows * dim, out);
-}
 
 template <int kBits>
 inline void order_values_of(const float* in, int dim, float* out) {
@@ -59,54 +41,14 @@ inline void order_values(int bits, const float* in, int dim, float* out) {
   bits == 2 ? order_values_of<2>(in, dim, out) : bits == 4 ? order_values_of<4>(in, dim, out) : order_values_of<8>(in, dim, out);
 }
 
-// Scores of R ordered queries [R][dim] against picked tokens: out [R][stride], written in whole vectors.
-template <int R, int kBits>
-inline void score_heads(const Picked& t, const float* queries, int dim, const float* bias, float* out, int64_t stride, bool first_heads) {
-  const PackedBody& b = t.body;
-  const int groups = dim / EDGEKV_GROUP, width = int(pair_floats(b.key_dim, b.value_dim));
-  for (int at = 0; at < t.count; at += 4) {
-    if (first_heads)
-      for (int i = at; i < at + 4; ++i) t.fetch_next(i);
-    Vec sums[16];
-    for (Vec& s : sums) s = zero();
-    for (int first = 0; first < 4; first += kTokensAtOnce) {
-      const uint8_t* record[kTokensAtOnce];
-      const float* pair[kTokensAtOnce];
-      const uint32_t* signs[kTokensAtOnce];
-      Vec sum[R][kTokensAtOnce];
-      for (int j = 0; j < kTokensAtOnce; ++j) {
-        const int i = at + first + j < t.count ? at + first + j : t.count - 1;
-        record[j] = t.record(i);
-        pair[j] = t.pairs + i * width;
-        signs[j] = t.signs + i * groups;
-        for (int r = 0; r < R; ++r) sum[r][j] = first_lane(bias[int64_t(r) * b.intervals + t.interval[i]]);
-      }
-      for (int g = 0; g < groups; ++g) {
-        Vec key[kTokensAtOnce][2];
-        for (int j = 0; j < kTokensAtOnce; ++j) key_group<kBits>(record[j] + 4 * kBits * g, pair[j] + 2 * g, signs[j][g], key[j]);
-        for (int half = 0; half < 2; ++half)
-          for (int r = 0; r < R; ++r) {
-            const Vec q = load(queries + r * dim + 32 * g + 16 * half);
-            for (int j = 0; j < kTokensAtOnce; ++j) sum[r][j] = fma(key[j][half], q, sum[r][j]);
-          }
-      }
-      for (int r = 0; r < R; ++r)
-        for (int j = 0; j < kTokensAtOnce; ++j) sums[4 * r + first + j] = sum[r][j];
-    }
-    alignas(64) float each[16];
-    store(each, sum_each(sums));
-    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride + at, each + 4 * r, 16);
-  }
-}
-
 // Adds the weighted values of picked tokens to G groups of 32 numbers, from group `first` on, of R rows: sums [R][sums_stride] in the order
 // in which value_group hands numbers over, weights [R][kTile].
 template <int R, int G, int kBits>
 inline void add_picked(const Picked& t, int first, const float* weights, float* sums, int64_t sums_stride) {
   const PackedBody& b = t.body;
-  const int width = int(pair_floats(b.key_dim, b.value_dim));
+  const int width = int(pair_floats(b.value_dim));
   const size_t codes = b.record.values + size_t(4) * kBits * first;
-  const float* pair = t.pairs + 2 * (b.key_groups() + first);
+  const float* pair = t.pairs + 2 * first;
   Vec sum[R][2 * G];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2 * G; ++n) sum[r][n] = load(sums + r * sums_stride + 32 * first + 16 * n);

@@ -1,13 +1,11 @@
-// Tokens picked here and there from a compressed body: their scores for some transformed queries, and their weighted values. What picked.h
-// does, for sixteen registers of eight numbers: codes are copied next to each other and levels looked up beforehand, so that the loops have
-// nothing but unpacking and products. Four query heads meet two keys, or a part of 16 numbers of a value, in eight sums.
+// Tokens picked here and there from a compressed body: their weighted values. What picked.h does, for sixteen registers of eight numbers:
+// codes are copied next to each other and levels looked up beforehand, so that the loops have nothing but unpacking and products. Four query
+// heads meet a part of 16 numbers of a value in eight sums.
 #pragma once
-#include <array>
 #include <cstring>
 
 #include "cpu/attend_tile.h"
 #include "cpu/picked_slots.h"
-#include "cpu/signs_avx2.h"
 
 namespace {
 
@@ -51,28 +49,16 @@ inline void write(int bits, const uint8_t* codes, const uint8_t* pairs, int grou
   write_entries<8>(codes, pairs, groups, out, stride);
 }
 
-// What is kept of up to kTile tokens, in `memory`, which has picked_floats().
+// What is kept of the values of up to kTile tokens, in `memory`, which has picked_floats(): [value groups][kTile] entries.
 struct Picked : PickedSlots {
-  int key_entry, value_entry;  // bytes
-  uint8_t* keys;       // [token][key groups] entries
-  uint8_t* values;     // [value groups][kTile] entries
-  uint32_t* signs;     // [token][key groups] words
-  int32_t* interval;
+  int value_entry;  // bytes
+  uint8_t* values;
 
-  Picked(const PackedBody& b, const int32_t* slots, int count, int listed, float* memory)
-      : PickedSlots{b, slots, count, listed},
-        key_entry(entry_bytes(b.key_bits)),
-        value_entry(entry_bytes(b.value_bits)),
-        keys(reinterpret_cast<uint8_t*>(memory)),
-        values(keys + kTile * b.key_groups() * key_entry),
-        signs(reinterpret_cast<uint32_t*>(values + kTile * b.value_groups() * value_entry)),
-        interval(reinterpret_cast<int32_t*>(signs + kTile * b.key_groups())) {
-    find_intervals(interval);
-    gather_signs(b.index, b.key_dim / 4, b.key_groups(), slots, count, signs);
+  Picked(const PickedSlots& t, float* memory) : PickedSlots(t), value_entry(entry_bytes(body.value_bits)), values(reinterpret_cast<uint8_t*>(memory)) {
     for (int i = 0; i < count; ++i) {
+      fetch_record(i);
       const uint8_t* from = record(i);
-      write(b.key_bits, from, from + b.record.key_pairs, b.key_groups(), keys + int64_t(i) * b.key_groups() * key_entry, key_entry);
-      write(b.value_bits, from + b.record.values, from + b.record.value_pairs, b.value_groups(), values + i * value_entry, int64_t(kTile) * value_entry);
+      write(body.value_bits, from + body.record.values, from + body.record.value_pairs, body.value_groups(), values + i * value_entry, int64_t(kTile) * value_entry);
     }
   }
 };
@@ -107,76 +93,7 @@ struct Entry {
   __m256i bytes(int n) const { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * n))); }
 };
 
-// For each byte of signs: the sign bits of eight numbers.
-struct SignMasks {
-  uint32_t of[256][8];
-};
-alignas(64) constexpr SignMasks kSignMasks = [] {
-  SignMasks all{};
-  for (int byte = 0; byte < 256; ++byte)
-    for (int i = 0; i < 8; ++i) all.of[byte][i] = byte >> i & 1 ? 0 : 0x80000000u;
-  return all;
-}();
-
-// Queries [rows][dim], four heads of eight numbers side by side; dim is a multiple of 32.
-inline void order_queries(int, const float* queries, int rows, int dim, float* out) {
-  for (int r = 0; r < rows; r += kHeadsAtOnce) {
-    const int heads = rows - r < kHeadsAtOnce ? rows - r : kHeadsAtOnce;
-    for (int d = 0; d < dim; d += 8)
-      for (int h = 0; h < heads; ++h, out += 8) _mm256_storeu_ps(out, _mm256_loadu_ps(queries + (r + h) * dim + d));
-  }
-}
 inline void order_values(int, const float* in, int dim, float* out) { std::memcpy(out, in, size_t(dim) * sizeof(float)); }
-
-// Lane i of the sum is the sum of the lanes of x[i].
-inline __m256 sum_each(const __m256 x[8]) {
-  auto pairs = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
-  auto fours = [](__m256 a, __m256 b) {
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
-  };
-  const __m256 low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
-// Scores of R ordered queries against picked tokens: out [R][stride], written two at a time.
-template <int R, int kBits>
-inline void score_heads(const Picked& t, const float* queries, int dim, const float* bias, float* out, int64_t stride, bool first_heads) {
-  const int groups = dim / EDGEKV_GROUP, entry = t.key_entry;
-  for (int i = 0; i < t.count; i += 2) {
-    if (first_heads) t.fetch_next(i), t.fetch_next(i + 1);
-    const int token[2] = {i, i + 1 < t.count ? i + 1 : i};
-    const uint8_t *key[2], *signs[2];
-    __m256 sum[R][2];
-    for (int j = 0; j < 2; ++j) {
-      key[j] = t.keys + int64_t(token[j]) * groups * entry;
-      signs[j] = reinterpret_cast<const uint8_t*>(t.signs + token[j] * groups);
-      for (int r = 0; r < R; ++r) sum[r][j] = _mm256_zextps128_ps256(_mm_load_ss(bias + int64_t(r) * t.body.intervals + t.interval[token[j]]));
-    }
-    const float* q = queries;
-    for (int g = 0; g < groups; ++g) {
-      const Entry<kBits> x(key[0]), y(key[1]);
-      auto signed_eight = [](const Entry<kBits>& e, const uint8_t* signs, int n) {
-        return _mm256_xor_ps(e.eight(n), _mm256_load_ps(reinterpret_cast<const float*>(kSignMasks.of[signs[n]])));
-      };
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) {
-        const __m256 a = signed_eight(x, signs[0], n), b = signed_eight(y, signs[1], n);
-        for (int r = 0; r < R; ++r, q += 8) {
-          __m256 numbers = _mm256_loadu_ps(q);
-          asm("" : "+x"(numbers));  // else it is loaded for each product, and loads are what there is least of
-          sum[r][0] = _mm256_fmadd_ps(a, numbers, sum[r][0]);
-          sum[r][1] = _mm256_fmadd_ps(b, numbers, sum[r][1]);
-        }
-      }
-      for (int j = 0; j < 2; ++j) key[j] += entry, signs[j] += 4;
-    }
-    __m256 all[8];
-    for (int n = 0; n < 8; ++n) all[n] = n < 2 * R ? sum[n / 2][n % 2] : _mm256_setzero_ps();
-    alignas(32) float each[8];
-    _mm256_store_ps(each, sum_each(all));
-    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride + i, each + 2 * r, 8);
-  }
-}
 
 // Adds the weighted values of picked tokens to sums [R][stride], weights [R][kTile], 16 numbers of all tokens after the other.
 template <int R, int kBits>

@@ -25,9 +25,14 @@ struct PickedSlots {
     }
   }
 
+  // Asks for the record of the token a tile behind token i. Tokens are picked here and there, where no processor foresees them.
+  __attribute__((always_inline)) void fetch_record(int i) const {
+    if (i + kTile < listed) body.fetch(slots[i + kTile]);
+  }
+
   // Asks for what will be read of the token `ahead` behind token i: its record, the codes of its block and the positions that will be
-  // looked at. Tokens are picked here and there, where no processor foresees them.
-  __attribute__((always_inline)) void fetch_next(int i, int ahead = kTile) const {
+  // looked at.
+  __attribute__((always_inline)) void fetch_next(int i, int ahead) const {
     if (i + ahead >= listed) return;
     const int slot = slots[i + ahead];
     body.fetch(slot);

@@ -4,14 +4,12 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "cpu/packed_queries.h"
 
 namespace {
 
 using edgekv::kRowBlocks;
 using edgekv::Step;
-
-constexpr int kLanes = EDGEKV_LANES;
 
 // out = in with the pairs of the first rotary_dim numbers rotated: (a, b) -> (a cos - b sin, b cos + a sin).
 inline void rotate(const float* in, float* out, int dim, int rotary_dim, bool interleaved, const float* cos, const float* sin) {

@@ -96,19 +96,20 @@ inline void scores_of_products(const PickedSlots& t, const WholeQuery* queries, 
   }
 }
 
-// Attention that the candidates get among themselves, summed over the query heads: float32 [count]; the scores [group][stride] are lost.
+// Attention that the candidates with these scores [group][stride] get among themselves, summed over the query heads: float32 [count]. work: as
+// many numbers.
 // A head's weights are 2^x relative to its largest, its sum one of whole numbers, so that no order of additions matters.
-inline void rank_again(float* scores, int64_t stride, int count, int group, float softcap, float* weight) {
+inline void rank_again(const float* scores, int64_t stride, int count, int group, float softcap, float* work, float* weight) {
   const int blocks = (count + kLanes - 1) / kLanes;
   const Vec nothing = splat(kNothing), lowest = splat(-100.0f);
   for (int g = 0; g < group; ++g) {
-    float* row = scores + g * stride;
+    const float* row = scores + g * stride;
     Vec top = nothing;
     for (int i = 0; i < blocks; ++i) {
       Vec x = load(row + i * kLanes);
       if (softcap > 0) x = mul(tanh_in_order(x), splat(softcap * kLog2E));
       if (i == blocks - 1) x = keep_lanes(x, 0, count - i * kLanes, nothing);
-      store(row + i * kLanes, x);
+      store(work + i * kLanes, x);
       top = max(x, top);
     }
     const Vec base = splat(max_lanes(top));
@@ -116,8 +117,8 @@ inline void rank_again(float* scores, int64_t stride, int count, int group, floa
     for (int i = 0; i < blocks;) {
       Vec sum = zero();  // exact: at most 128 times 65536 in a lane
       for (const int end = i + 128 < blocks ? i + 128 : blocks; i < end; ++i) {
-        const Vec w = exp2_in_order(max(lowest, sub(load(row + i * kLanes), base)));
-        store(row + i * kLanes, w);
+        const Vec w = exp2_in_order(max(lowest, sub(load(work + i * kLanes), base)));
+        store(work + i * kLanes, w);
         sum = add(sum, nearest(mul(w, splat(kWeightUnit))));
       }
       alignas(64) float lane[kLanes];
@@ -126,7 +127,7 @@ inline void rank_again(float* scores, int64_t stride, int count, int group, floa
     }
     const Vec factor = splat(kWeightUnit / float(total));
     for (int i = 0; i < blocks; ++i) {
-      const Vec w = mul(load(row + i * kLanes), factor);
+      const Vec w = mul(load(work + i * kLanes), factor);
       store(weight + i * kLanes, g == 0 ? w : add(load(weight + i * kLanes), w));
     }
   }

@@ -1,5 +1,5 @@
 // Numbers out of one record at a time, on the vector operations that every instruction set has. A record_*.h may hand the 32 numbers of a
-// group over in an order of its own: `place` says which, and queries and sums are brought into it.
+// group over in an order of its own: `place` says which, and sums are brought out of it.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr int kTokensAtOnce = 1;       // of the sums that are kept in registers while a query is at hand
 constexpr bool kSumsInRegisters = false;  // whether values are best added up as they are unpacked
 
 // Where number n of a group of 32 codes of kBits bits is handed over.
@@ -35,14 +34,6 @@ inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots,
 template <int kBits>
 inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
   numbers_of<kBits>(codes, splat(pair[0]), splat(pair[1]), out);
-}
-
-// A group of a key: magnitudes in the same way, and their signs.
-template <int kBits>
-inline void key_group(const uint8_t* codes, const float* pair, uint32_t positive, Vec out[2]) {
-  value_group<kBits>(codes, pair, out);
-  out[0] = with_signs(out[0], positive & 0xffff);
-  out[1] = with_signs(out[1], positive >> 16);
 }
 
 }  // namespace

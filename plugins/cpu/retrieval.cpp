@@ -15,6 +15,10 @@ int64_t retrieved_slots(const LayerParams&, const void* state) {
   return std::min(h.retrieve, h.body_count);
 }
 
+bool scores_slots(const LayerParams& params, const void* state) {
+  return retrieved_slots(params, state) > 0 && static_cast<const StateHeader*>(state)->rerank > 1;
+}
+
 int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel) {
   if (check_state(params, state, bytes, in.position)) return 1;
   if (params.format != kFormatSelfIndex) return fail("only a compressed body can be searched: this cache is dense");
@@ -40,6 +44,7 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   r.rerank = h.rerank;
   r.rows = int(in.rows);
   r.slots = slots;
+  r.scored = in.scored;
   r.loaded = &loaded;
   if (r.retrieve == 0) return 0;
 

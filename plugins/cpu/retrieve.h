@@ -97,10 +97,12 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   WholeQuery* whole = reinterpret_cast<WholeQuery*>(bias + biases);  // [group]
   int8_t* levels = reinterpret_cast<int8_t*>(whole + r.group);       // [group][stride]
   float* weight = static_cast<float*>(memory) + sizes.queries;      // [ranked]
-  float* exact = weight + sizes.ranked;                             // [group][ranked]
+  float* of_head = weight + sizes.ranked;                           // [ranked], those of one query head
+  float* exact = of_head + sizes.ranked;                            // [group][ranked]
   int32_t* candidates = reinterpret_cast<int32_t*>(exact + r.group * sizes.ranked);
   int16_t* scores = reinterpret_cast<int16_t*>(candidates + sizes.candidates);
-  int32_t* out = r.slots + (int64_t(head) * r.rows + row) * r.retrieve;
+  int32_t* out = r.slots + (int64_t(head) * r.rows + row) * edgekv::slots_stride(r.retrieve, r.scored, r.group);
+  float* out_scores = reinterpret_cast<float*>(out + r.retrieve);  // [group][retrieve], if they are wanted
 
   // The query heads together, and each for the second ranking.
   float rotated[1024], projected[1024], sum[1024] = {};
@@ -121,35 +123,30 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   const int wanted = r.retrieve < visible ? r.retrieve : visible;
   for (int i = wanted; i < r.retrieve; ++i) out[i] = -1;
   if (wanted == 0) return;
-  if (wanted == visible) {
-    for (int i = 0; i < wanted; ++i) out[i] = lo + i;
-    return;
-  }
-
-  alignas(64) uint8_t table[256 * 16];
+  uint64_t keys_read = 0, index_read = 0, meta_read = 0;
   const int first = b.interval_of(b.positions[lo]);
-  const float* codebook = r.state.codebook + int64_t(head) * dim / 4 * 64;
-  const float step = score_table(together, codebook, dim, own, table);
-  interval_biases(b, sum, first, step, bias);
-  scan(b, table, bias, lo, hi, scores);
-
-  const int start = lo / 32 * 32, scanned = (hi - start + 31) / 32 * 32;
-  const int64_t asked = int64_t(wanted) * (r.rerank > 1 ? r.rerank : 1);
-  const int picked = asked < visible ? int(asked) : visible;
-  int above;
-  const bool again = picked > wanted;
-  int found = picked;
-  int32_t* list = candidates;
-  if (picked == visible) {
-    for (int i = 0; i < picked; ++i) list[i] = lo + i;
-  } else {
-    const int threshold = threshold_for(scores, scanned, picked, &above);
-    found = collect(scores, scanned, threshold, picked - above, start, list);
+  int found = visible, above;
+  if (wanted < visible) {
+    alignas(64) uint8_t table[256 * 16];
+    const float* codebook = r.state.codebook + int64_t(head) * dim / 4 * 64;
+    const float step = score_table(together, codebook, dim, own, table);
+    interval_biases(b, sum, first, step, bias);
+    scan(b, table, bias, lo, hi, scores);
+    const int start = lo / 32 * 32, scanned = (hi - start + 31) / 32 * 32;
+    const int64_t asked = int64_t(wanted) * (r.rerank > 1 ? r.rerank : 1);
+    index_read = uint64_t(scanned / 32) * dim / 4 * 16;
+    meta_read = uint64_t(visible) * 4 + uint64_t(dim) * 64 + uint64_t(b.intervals - first) * dim * 2;
+    if (asked < visible) {
+      const int threshold = threshold_for(scores, scanned, int(asked), &above);
+      found = collect(scores, scanned, threshold, int(asked) - above, start, candidates);
+    }
   }
-  uint64_t keys_read = 0, index_read = uint64_t(scanned / 32) * dim / 4 * 16, meta_read = uint64_t(visible) * 4 + uint64_t(dim) * 64;
-  meta_read += uint64_t(b.intervals - first) * dim * 2;
-  if (again) {
-    fetch_first(b, list, found);
+  if (found == visible)
+    for (int i = 0; i < found; ++i) candidates[i] = lo + i;
+
+  const bool again = found > wanted;
+  if (again || r.scored) {
+    fetch_first(b, candidates, found);
     const float factor = score_factor(p);
     for (int g = 0; g < r.group; ++g)
       for (int d = dim; d < stride; ++d) turned[g * stride + d] = 0;
@@ -159,36 +156,42 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
       whole[g] = whole_query(turned + g * stride, stride, factor, levels + g * stride);
     }
     for (int at = 0; at < found; at += kTile) {
-      const PickedSlots t = {b, list + at, found - at < kTile ? found - at : kTile, found - at};
+      const PickedSlots t = {b, candidates + at, found - at < kTile ? found - at : kTile, found - at};
       key_dots(t, levels, whole, r.group, stride, largest, exact + at, sizes.ranked);
       scores_of_products(t, whole, r.group, largest, of_mean, exact + at, sizes.ranked);
-    }
-    rank_again(exact, sizes.ranked, found, r.group, p.softcap, weight);
-    // Weights are not negative, so their bits are in their order.
-    using Bits = int32_t __attribute__((may_alias));
-    const Bits* order = reinterpret_cast<Bits*>(weight);
-    const int threshold = threshold_for(order, found, wanted, &above);
-    int kept = 0;
-    if (count_from(order, found, threshold) == wanted) {
-      for (int i = 0; i < found; ++i) {
-        list[kept] = list[i];
-        kept += order[i] >= threshold;
-      }
-    } else {  // not all of those exactly at the threshold stay
-      for (int i = 0, equal = wanted - above; i < found && kept < wanted; ++i) {
-        const bool same = order[i] == threshold && equal > 0;
-        list[kept] = list[i];
-        kept += order[i] > threshold || same;
-        equal -= same;
-      }
     }
     meta_read += uint64_t(found) * 4 + uint64_t(b.intervals - first) * dim * 2 * r.group;
     index_read += uint64_t(found) * b.sign_bytes();
     keys_read = uint64_t(found) * b.key_bytes();
-    found = kept;
+  }
+  int kept = found;
+  if (again) {
+    rank_again(exact, sizes.ranked, found, r.group, p.softcap, of_head, weight);
+    // Weights are not negative, so their bits are in their order.
+    using Bits = int32_t __attribute__((may_alias));
+    const Bits* order = reinterpret_cast<Bits*>(weight);
+    const int threshold = threshold_for(order, found, wanted, &above);
+    // Perhaps not all of those exactly at the threshold stay.
+    const int reached = count_from(order, found, threshold);
+    int32_t* which = reinterpret_cast<int32_t*>(of_head);
+    kept = 0;
+    for (int i = 0, equal = reached == wanted ? wanted : wanted - above; i < found && kept < wanted; ++i) {
+      const bool same = order[i] == threshold && equal > 0;
+      which[kept] = i;
+      kept += order[i] > threshold || same;
+      equal -= same;
+    }
+    for (int i = 0; i < kept; ++i) out[i] = candidates[which[i]];
+    if (r.scored)
+      for (int g = 0; g < r.group; ++g)
+        for (int i = 0; i < kept; ++i) out_scores[int64_t(g) * r.retrieve + i] = exact[g * sizes.ranked + which[i]];
+  } else {
+    std::memcpy(out, candidates, size_t(found) * sizeof(int32_t));
+    if (r.scored)
+      for (int g = 0; g < r.group; ++g) std::memcpy(out_scores + int64_t(g) * r.retrieve, exact + g * sizes.ranked, size_t(found) * sizeof(float));
   }
   // A damaged state may have had scores out of range, and fewer of them above the threshold than it should.
-  for (int i = 0; i < wanted; ++i) out[i] = i < found ? list[i] : -1;
+  for (int i = kept; i < wanted; ++i) out[i] = -1;
   __atomic_fetch_add(&r.loaded->body_index, index_read, __ATOMIC_RELAXED);
   __atomic_fetch_add(&r.loaded->body_keys, keys_read, __ATOMIC_RELAXED);
   __atomic_fetch_add(&r.loaded->body_meta, meta_read, __ATOMIC_RELAXED);

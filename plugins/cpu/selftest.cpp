@@ -192,7 +192,7 @@ struct Cache {
 
   void step(const float* q, const float* k, const float* v, int64_t rows, float* y) {
     const StepInputs in = {{q, p.key_dim, int64_t(p.q_heads) * p.key_dim}, {k, p.key_dim, int64_t(p.kv_heads) * p.key_dim},
-                           {v, p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, position, nullptr, nullptr, 0, nullptr, 0, nullptr, nullptr};
+                           {v, p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, position, nullptr, nullptr, 0, nullptr, 0, false, nullptr, nullptr};
     Threads two(2);
     if (attend_step(p, in, state, bytes, y, two)) std::printf("%s\n", error_text()), std::exit(1);
   }
@@ -268,7 +268,7 @@ void check_packed(const char* isa, const LayerParams& p) {
   for (auto* x : {&q, &k, &v})
     for (float& number : *x) number = normal(random);
   StepInputs in = {{q.data(), p.key_dim, int64_t(p.q_heads) * p.key_dim}, {k.data(), p.key_dim, int64_t(p.kv_heads) * p.key_dim},
-                   {v.data(), p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, cache.position, nullptr, nullptr, 0, nullptr, 0, nullptr, nullptr};
+                   {v.data(), p.value_dim, int64_t(p.kv_heads) * p.value_dim}, rows, cache.position, nullptr, nullptr, 0, nullptr, 0, false, nullptr, nullptr};
   Threads two(2);
   double worst = 0;
   for (int retrieve : {0, 1, 40, s.header->body_count / 2}) {

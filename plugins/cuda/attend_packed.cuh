@@ -3,11 +3,12 @@
 //
 // As in attend.cuh, splits depend on the layer's parameters alone and are merged in order. Within a split the slots that count are
 // listed, a window at a time, and unpacked 64 by 64 into the stage that dense tokens would be copied to: what was not chosen is not
-// read. A block takes the query rows of one token when they choose, so a row has the same bits alone and in a verification block.
+// read. A block takes the query rows of one token when they choose, so a row has the same bits alone and in a verification block; their keys
+// and queries are the whole numbers of the second ranking (whole_keys.cuh), held as single precision, in which their products are exact.
 // Queries meet keys transformed (turn_queries.cuh); the sums of values stay transformed until all splits are merged.
 #pragma once
 #include "attend.cuh"
-#include "packed_body.cuh"
+#include "whole_keys.cuh"
 
 namespace edgekv {
 namespace cuda {
@@ -15,7 +16,7 @@ namespace cuda {
 template <int RowsPerWarp>
 EDGEKV_HOST_DEVICE size_t attend_packed_shared_bytes(int key_dim) {
   const size_t rows = RowsPerWarp * kWarps;
-  return sizeof(float) * (kStageElements + rows * ((key_dim + 3) / 4 * 4) + rows * kTile) + sizeof(int) * kWindow;
+  return sizeof(float) * (kStageElements + rows * ((key_dim + 3) / 4 * 4) + rows * kTile + rows + kTile) + sizeof(int) * kWindow;
 }
 
 // Which of the slots first .. first + 31 a token attends to, of those in [begin, end).
@@ -37,7 +38,9 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   float* stage = reinterpret_cast<float*>(shared);
   float* queries = stage + kStageElements;
   float* weights = queries + kRows * q_stride;
-  int* list = reinterpret_cast<int*>(weights + kRows * kTile);
+  float* query_units = weights + kRows * kTile;  // steps of the rows' products, where they choose
+  float* key_units = query_units + kRows;        // and of the tokens'
+  int* list = reinterpret_cast<int*>(key_units + kTile);
 
   const Tail tail = read_step(s);
   if (!tail.ok) return;  // attend has written y
@@ -56,6 +59,17 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
     const int r = first_row + i / q_stride, d = i % q_stride;
     const RowOf row = row_of(p, kv_head, r);
     queries[i] = r < all_rows && d < p.key_dim && tail.body > 0 ? s.turned[(size_t(row.t) * p.q_heads + row.head) * p.key_dim + d] : 0.0f;
+  }
+  const float factor = score_factor(p);
+  if (tail.retrieve && tail.body > 0) {
+    __syncthreads();
+    for (int i = 0; i < RowsPerWarp; ++i) {
+      float *row = queries + (warp * RowsPerWarp + i) * q_stride, largest = 0.0f;
+      for (int d = lane; d < p.key_dim; d += 32) largest = fmaxf(largest, fabsf(row[d]));
+      largest = warp_max(largest);
+      for (int d = lane; d < p.key_dim; d += 32) row[d] = query_level(row[d], largest);
+      if (lane == 0) query_units[warp * RowsPerWarp + i] = query_unit(largest, factor);
+    }
   }
   float total[RowsPerWarp][ValueChunks][2], total_max[RowsPerWarp], total_sum[RowsPerWarp];  // over finished splits (Walk)
 #pragma unroll
@@ -92,7 +106,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
         for (int d = 0; d < p.key_dim; d += kTileDims) {
           const int width = p.key_dim - d < kTileDims ? p.key_dim - d : kTileDims;
           __syncthreads();  // list and queries are there, and the stage is no longer read
-          unpack_keys(stage, b, list + at, tokens, d, width);
+          if (tail.retrieve)
+            unpack_whole_keys(stage, key_units, b, list + at, tokens, d, width);
+          else
+            unpack_keys(stage, b, list + at, tokens, d, width);
           __syncthreads();
           add_scores<RowsPerWarp>(score, stage, own_queries + d, q_stride, width, lane);
         }
@@ -114,7 +131,13 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
           for (int e = 0; e < 2; ++e)
             if (visible(p, key_pos[e], query_pos)) {
               const float of_mean = s.of_mean[(size_t(row.t) * p.q_heads + row.head) * p.intervals + interval[e]];
-              score[i][e] = soft_limit(__fmul_rn(p.scale, __fadd_rn(score[i][e], of_mean)), p.softcap);
+              if (tail.retrieve) {  // to where scores are after the scale
+                const float unit = __fmul_rn(key_units[2 * lane + e], query_units[warp * RowsPerWarp + i]);
+                score[i][e] = __fadd_rn(__fmul_rn(score[i][e], unit), __fmul_rn(of_mean, factor)) / (p.softcap > 0.0f ? 1.0f / p.softcap : kRankLog2E);
+              } else {
+                score[i][e] = __fmul_rn(p.scale, __fadd_rn(score[i][e], of_mean));
+              }
+              score[i][e] = soft_limit(score[i][e], p.softcap);
             } else {
               score[i][e] = negative_infinity();
             }

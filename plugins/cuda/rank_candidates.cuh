@@ -7,18 +7,13 @@
 // (edgekv/reference/self_index/ranking.py), so the same slots are chosen.
 #pragma once
 #include "retrieve.cuh"
+#include "whole_keys.cuh"
 
 namespace edgekv {
 namespace cuda {
 
 constexpr int kHeadsAtOnce = 4;
-constexpr int kQueryLevels = 64;          // of a query's numbers, either sign
-constexpr int kMostLevel = 63;            // of a key's numbers
-constexpr int kLevelShift = 8;            // bits of a zero point or scale below a level
-constexpr float kLargestKey = 16320.0f;   // what a token's largest magnitude becomes before that shift
 constexpr float kWeightUnit = 65536.0f;   // weights are counted in its inverse
-constexpr float kRankLog2E = 1.44269504088896341f;
-
 // 2^x of x in [-126, 126].
 EDGEKV_DEVICE float exp2_in_order(float x) {
   const float n = rintf(x), f = __fadd_rn(x, -n);
@@ -32,21 +27,6 @@ EDGEKV_DEVICE float exp2_in_order(float x) {
 EDGEKV_DEVICE float tanh_in_order(float x) {
   const float bounded = fminf(20.0f, fmaxf(-20.0f, x));
   return __fadd_rn(1.0f, -(2.0f / __fadd_rn(exp2_in_order(__fmul_rn(bounded, 2.0f * kRankLog2E)), 1.0f)));
-}
-
-// Rounded to a whole number of 16 bits; what is none is the lowest.
-EDGEKV_DEVICE short to_short(float x) { return x >= -32768.0f && x < 32767.5f ? short(rintf(x)) : short(-32768); }
-
-// Four numbers of a key, odd and from -127 to 127, as bytes: codes are bytes, positive bits.
-EDGEKV_DEVICE unsigned whole_numbers(short zero_point, short scale, unsigned codes, unsigned positive) {
-  unsigned out = 0;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const int level = short(zero_point + scale * int(codes >> 8 * c & 255u)) >> kLevelShift;
-    const int odd = 2 * (level < 0 ? 0 : level < kMostLevel ? level : kMostLevel) + 1;
-    out |= unsigned((positive >> c & 1u ? odd : -odd) & 255) << 8 * c;
-  }
-  return out;
 }
 
 EDGEKV_HOST_DEVICE size_t score_candidates_shared_bytes(const LayerParams& p) {
@@ -71,33 +51,24 @@ __global__ void __launch_bounds__(kThreads) score_candidates(const Retrieval r) 
   const int first = int(blockIdx.x) * kWindow + 32 * lane;
   const int found = list_slots(first < p.body_slots ? r.candidates[row * slot_words(p) + first / 32] : 0u, first, warp == 0 ? list : nullptr, lane);
   if (found == 0) return;
-  const float factor = p.softcap > 0.0f ? p.scale / p.softcap : __fmul_rn(p.scale, kRankLog2E);
+  const float factor = score_factor(p);
   for (int g = warp; g < group; g += kWarps) {
     const float* turned = r.s.turned + (first_head + g) * p.key_dim;
     float largest = 0.0f;
     for (int d = lane; d < p.key_dim; d += 32) largest = fmaxf(largest, fabsf(turned[d]));
     largest = warp_max(largest);
-    const float inverse = largest >= 1e-30f ? float(kQueryLevels) / largest : 0.0f;
     for (int word = lane; word < padded / 4; word += 32) {
       unsigned four = 0;
-      for (int i = 0; i < 4 && 4 * word < p.key_dim; ++i) {
-        const float level = fminf(float(kQueryLevels), fmaxf(float(-kQueryLevels), rintf(__fmul_rn(turned[4 * word + i], inverse))));
-        four |= unsigned(int(level) & 255) << 8 * i;
-      }
+      for (int i = 0; i < 4 && 4 * word < p.key_dim; ++i) four |= unsigned(int(query_level(turned[4 * word + i], largest)) & 255) << 8 * i;
       queries[g * (padded / 4) + word] = four;
     }
-    if (lane == 0) units[g] = __fmul_rn(__fmul_rn(largest, factor), 1.0f / kQueryLevels);
+    if (lane == 0) units[g] = query_unit(largest, factor);
   }
   __syncthreads();
   const int groups = padded / EDGEKV_GROUP;
   for (int i = int(threadIdx.x); i < found; i += kThreads) {
     const int slot = list[i], interval = interval_of(b, b.positions[slot]);
-    float largest = 0.0f;
-    for (int n = 0; n < groups; ++n) {
-      const float2 pair = key_pair(b, slot, n);
-      largest = fmaxf(largest, __fadd_rn(pair.x, __fmul_rn(pair.y, float((1 << b.key_bits) - 1))));
-    }
-    const float widen = largest > 0.0f ? kLargestKey / largest : 0.0f, unit = __fmul_rn(largest, 128.0f / kLargestKey);
+    const float largest = largest_of_key(b, slot), widen = largest > 0.0f ? kLargestKey / largest : 0.0f, unit = key_unit(largest);
     for (int g = 0; g < group; g += kHeadsAtOnce) {
       int sum[kHeadsAtOnce] = {0, 0, 0, 0};
       for (int n = 0; n < groups; ++n) {

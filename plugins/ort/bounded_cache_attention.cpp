@@ -4,7 +4,8 @@
 //          order. Without k and v, q holds all three: [1, T, q_heads * key_dim + kv_heads * (key_dim + value_dim)]. With attribute
 //          head_dim read head_dim for key_dim.
 //          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim]
-//          7 slots int32 [kv_heads, T, k], what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or empty: all
+//          7 slots int32 [kv_heads, T, k] or with scores, what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or
+//          empty: all
 //          8 query_map and 9 key_map float32 [q_heads or kv_heads, head_dim, key_dim] with attribute head_dim, else absent
 //          10 key_encode float32 [kv_heads * key_dim, latent] and 11 key_decode [kv_heads, latent + 1, key_dim], the last row of a head its
 //          mean key, with attribute latent, else absent
@@ -45,10 +46,12 @@ int Kernel::compute(KernelContext* context) const {
   if (view_latent(p, input[kKeyEncode], input[kKeyDecode], &in)) return 1;
   in.inv_freq = inv_freq.empty() ? nullptr : inv_freq.data();
   if (const Tensor& slots = input[kSlots]; slots.data != nullptr) {
-    if (slots.rank != 3 || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
-      return fail("slots must have the shape [%d, %" PRId64 ", k]", p.kv_heads, in.rows);
+    in.scored = slots.rank == 4 && slots.dims[2] == 1 + p.q_heads / p.kv_heads;
+    if ((slots.rank != 3 && !in.scored) || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
+      return fail("slots must have the shape [%d, %" PRId64 ", k] or [%d, %" PRId64 ", %d, k]", p.kv_heads, in.rows, p.kv_heads, in.rows,
+                  1 + p.q_heads / p.kv_heads);
     in.slots = static_cast<const int32_t*>(slots.data);
-    in.chosen = slots.dims[2];
+    in.chosen = slots.dims[slots.rank - 1];
   }
 
   const Tensor& state = input[kState];

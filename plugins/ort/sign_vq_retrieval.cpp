@@ -2,7 +2,8 @@
 //
 // inputs   as BoundedCacheAttention's first seven; 1 k and 2 v may be absent and are ignored; 7 query_map as its input 8
 // output   slots int32 [kv_heads, T, k], ascending, -1 behind the last where a row sees fewer; k = min(retrieve, filled body slots) with
-//          `retrieve` from the state's header, so that it may change from step to step; 0 (attend to everything) gives k = 0
+//          `retrieve` from the state's header, so that it may change from step to step; 0 (attend to everything) gives k = 0. After a
+//          second ranking [kv_heads, T, 1 + q_heads / kv_heads, k]: the slots of a row and the bits of their float32 scores
 // attributes: as BoundedCacheAttention
 //
 // The state is read, but for its traffic counters. The op that appends to it takes these slots and so runs later.
@@ -45,10 +46,12 @@ int Kernel::compute(KernelContext* context) const {
   in.position = position_of(input);
   const Tensor& state = input[kState];
   if (check_state(p, state.data, state.size(), in.position)) return 1;
-  const int64_t shape[3] = {p.kv_heads, in.rows, retrieved_slots(p, state.data)};
+  const int64_t count = retrieved_slots(p, state.data);
+  in.scored = scores_slots(p, state.data);
+  const int64_t plain[3] = {p.kv_heads, in.rows, count}, scored[4] = {p.kv_heads, in.rows, 1 + p.q_heads / p.kv_heads, count};
   void* slots;
-  if (make_output(api, context, 0, shape, 3, &slots)) return 1;
-  if (shape[2] == 0) return 0;
+  if (make_output(api, context, 0, in.scored ? scored : plain, in.scored ? 4 : 3, &slots)) return 1;
+  if (count == 0) return 0;
   SessionThreads threads(api, context);
   return retrieve_step(p, in, state.data, state.size(), static_cast<int32_t*>(slots), threads);
 }

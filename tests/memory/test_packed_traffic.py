@@ -42,7 +42,7 @@ def state_at(params, position):
     return state
 
 
-def counted(params, state, position, rows, retrieve, rerank):
+def counted(params, state, position, rows, retrieve, rerank, scored):
     random, struct = np.random.default_rng(1), native.LayerParams(**params)
     view = layout.StateView(params, state)
     view.header["retrieve"], view.header["rerank"] = retrieve, rerank
@@ -51,7 +51,7 @@ def counted(params, state, position, rows, retrieve, rerank):
         for heads, dim in ((params["q_heads"], params["key_dim"]), (params["kv_heads"], params["key_dim"]), (params["kv_heads"], params["value_dim"]))
     )
     before = view.header["traffic"].copy()
-    native.attend(struct, q, k, v, position, state, slots=native.retrieve(struct, q, position, state))
+    native.attend(struct, q, k, v, position, state, slots=native.retrieve(struct, q, position, state, scored=scored))
     return dict(zip(layout.TRAFFIC, (view.header["traffic"] - before).tolist(), strict=False))
 
 
@@ -61,7 +61,7 @@ def test_counted_bytes_are_the_formula(shape, position, isa):
     params = params_of(**SHAPES[shape])
     state = state_at(params, position)
     for rows in (1, 3, 16 if position % 32 <= 16 else 2):
-        for retrieve, rerank in ((0, 1), (24, 1), (24, 4), (24, 64), (511, 4)):
-            want = step_traffic(params, position, rows, isa, retrieve=retrieve, rerank=rerank)
-            found = counted(params, state, position, rows, retrieve, rerank)
-            assert found == want, (rows, retrieve, rerank)
+        for retrieve, rerank, scored in ((0, 1, False), (24, 1, False), (24, 4, False), (24, 4, True), (24, 64, True), (511, 4, False), (511, 4, True)):
+            want = step_traffic(params, position, rows, isa, retrieve=retrieve, rerank=rerank, scored=scored)
+            found = counted(params, state, position, rows, retrieve, rerank, scored)
+            assert found == want, (rows, retrieve, rerank, scored)

@@ -15,10 +15,10 @@ from edgekv.errors import NativeError
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
-def native_step(fields, text: Text, position: int, rows: int, state: np.ndarray, **more) -> tuple[np.ndarray, np.ndarray]:
+def native_step(fields, text: Text, position: int, rows: int, state: np.ndarray, scored: bool = False, **more) -> tuple[np.ndarray, np.ndarray]:
     """Retrieval and attention: (slots, y)."""
     part = slice(position, position + rows)
-    slots = native.retrieve(fields, text.q[part], position, state, **more)
+    slots = native.retrieve(fields, text.q[part], position, state, scored=scored, **more)
     return slots, native.attend(fields, text.q[part], text.k[part], text.v[part], position, state, slots=slots, **more)
 
 
@@ -52,6 +52,7 @@ def test_a_row_of_a_block_has_the_slots_and_the_bits_it_has_alone(params, n, ret
         alone, z = native_step(fields, text, n + row, 1, single)
         np.testing.assert_array_equal(alone[:, 0], slots[:, row])
         np.testing.assert_array_equal(z[0], y[row])
+        np.testing.assert_array_equal(native_step(fields, text, n + row, 1, single, scored=True)[1][0], y[row])
     assert native.state_hash(fields, block, n + rows) == native.state_hash(fields, single, n + rows)
 
 
@@ -78,7 +79,8 @@ def test_retrieving_everything_is_attending_to_everything(sliding):
         cache.state.header["retrieve"] = retrieve
         y.append(native_step(fields, text, 300, 4, twin(cache))[1])
     np.testing.assert_array_equal(y[1], y[2])
-    np.testing.assert_allclose(y[0], y[1], atol=1e-5)
+    np.testing.assert_allclose(y[0], y[1], atol=0.15)  # scores from whole numbers
+    assert np.abs(y[0] - y[1]).mean() < 0.03
 
 
 @given(packed_params(), st.integers(60, 250), st.integers(1, 16))

@@ -22,7 +22,7 @@ def test_weights_are_nearly_those_of_a_softmax_over_the_stored_keys(bits, softca
     codes, pairs = quantise(np.abs(spread), bits)
     pairs = unbiased(np.abs(spread), codes, pairs)
     signs = np.where(spread >= 0, 1.0, -1.0)
-    got = ranking.weights(query, hadamard(query), codes, pairs, signs, bits, means, interval, dim**-0.5, softcap)
+    got = ranking.weights(ranking.scores(query, hadamard(query), codes, pairs, signs, bits, means, interval, dim**-0.5, softcap), softcap)
     keys = hadamard(signs * dequantise(codes, pairs, dim)) + means[interval]
     want = softmax_row(query[None], keys[None].astype(np.float32), np.ones((1, 60), bool), dim**-0.5, softcap)[0].sum(0)
     assert got.dtype == np.float32

@@ -94,7 +94,15 @@ def test_retrieving_everything_is_attending_to_everything(emulated):
         ours.view.header["retrieve"] = retrieve
         y.append(step(ours, text, 300, 3)[0])
     np.testing.assert_array_equal(y[1], y[2])
-    np.testing.assert_allclose(y[0], y[1], atol=1e-5)  # tiles begin where the row's slots do
+    np.testing.assert_allclose(y[0], y[1], atol=0.15)  # scores from whole numbers
+    assert np.abs(y[0] - y[1]).mean() < 0.03
+
+
+def hide(where: np.ndarray, cache, hidden) -> np.ndarray:
+    """Positions [kv_heads, n] of sinks, body and tail, with -1 for the body slots that are hidden."""
+    where = where.copy()
+    where[:, cache.sink_count + hidden[0] : cache.sink_count + hidden[1]] = -1
+    return where
 
 
 @pytest.mark.parametrize("hidden", [(16, 32), (16, 272), (128, 256), (0, 272)])
@@ -103,9 +111,9 @@ def test_hidden_slots_are_not_attended_to(emulated, hidden):
     cache, text, ours = prepared(emulated, params, 32 * 9 + 5)
     ours.view.header["hidden_from"], ours.view.header["hidden_to"] = hidden
     y, _ = step(ours, text, 293, 3)
-    seen = np.setdiff1d(np.arange(cache.count), np.arange(*hidden)).astype(np.int32)
-    chosen = np.broadcast_to(seen, (params["kv_heads"], 3, len(seen)))
-    np.testing.assert_allclose(y, oracle_step(cache, text, 293, 3, chosen), atol=2e-5)
+    everything = cache.everything
+    cache.everything = lambda rows: (everything(rows)[0], everything(rows)[1], hide(everything(rows)[2], cache, hidden))
+    np.testing.assert_allclose(y, oracle_step(cache, text, 293, 3, None), atol=2e-5)
     np.testing.assert_array_equal(step(ours, text, 293, 20)[0][:3], y)
 
 
@@ -157,7 +165,8 @@ def test_the_cpu_kernels_agree(emulated, rows, retrieve):
     want = native.attend(cpu, text.q[part], text.k[part], text.v[part], 288, state, slots=slots if slots.size else None)
     y, _ = step(ours, text, 288, rows)
     np.testing.assert_allclose(y, want, atol=2e-5)
-    np.testing.assert_allclose(step(ours, text, 288, rows, half=True)[0].astype(np.float32), want, atol=3e-3)
+    near = 2e-2 if retrieve else 3e-3  # a query in half precision may have another level
+    np.testing.assert_allclose(step(ours, text, 288, rows, half=True)[0].astype(np.float32), want, atol=near)
     if rows == 1:
         ours.view.header["traffic"][:] = 0
         step(ours, text, 288, 1)

@@ -10,7 +10,7 @@ import numpy as np
 from edgekv import layout
 from edgekv.errors import CacheFullError, UserError
 from edgekv.layout import KEEPS, read_keys, write_keys
-from edgekv.reference.attention import softmax_row, visible
+from edgekv.reference.attention import key_scores, softmax, visible
 from edgekv.reference.keep import RULES
 from edgekv.reference.scores import key_ranking, observe, ranking
 from edgekv.reference.self_index import index_plane, ranking as second_ranking, signs
@@ -98,8 +98,10 @@ class SelfIndexCache:
             n = self.sink_count + self.count + first + row + 1
             query = q[row].astype(np.float32).reshape(p["kv_heads"], -1, p["key_dim"])
             seen = visible(where[:, :n], position + row, p["sliding_window"])
-            seen &= self._retrieved(query, seen)
-            weights = softmax_row(query, keys[:, :n], seen, p["scale"], p["softcap"])
+            scores = key_scores(query, keys[:, :n], p["scale"], p["softcap"])
+            if self.retrieve is not None:
+                self._retrieve(query, scores, seen)
+            weights = softmax(scores, seen)
             y[row] = np.matmul(weights, values[:, :n]).reshape(p["q_heads"], p["value_dim"])
         return y
 
@@ -110,7 +112,6 @@ class SelfIndexCache:
         """
         p, chosen, codes, intervals = self.params, [], self.codes(), self._interval_of_slots()
         newest, means = max(self.tail_base // p["tail_slots"] - 1, 0), self.state.mean.astype(np.float32)
-        magnitude, _, key_pairs, _ = self._record_parts()
         for head in range(p["kv_heads"]):
             allowed = np.flatnonzero(seen[head])
             together = np.float32(p["scale"]) * query[head].sum(0, dtype=np.float32)
@@ -120,25 +121,31 @@ class SelfIndexCache:
             wanted = min(self.retrieve, len(allowed))
             candidates = allowed[signs.best(score, wanted * self.rerank)]
             if len(candidates) > wanted:
-                stored = unpack(magnitude[head, candidates], p["key_bits"]), _as_pairs(key_pairs[head, candidates])
-                weight = second_ranking.weights(
-                    query[head], hadamard(query[head]), *stored, signs.signs_of(codes[head, candidates]), p["key_bits"], means[head],
-                    intervals[head, candidates], p["scale"], p["softcap"],
-                )  # fmt: skip
+                score = self.whole_scores(query, head, candidates)
+                weight = second_ranking.weights(score, p["softcap"])
                 candidates = candidates[signs.best(weight, wanted)]
             chosen.append(candidates)
         return chosen
 
-    def _retrieved(self, query: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """Mask over all slots: body slots that were not retrieved are False, sinks and tail never count."""
-        mask = np.ones(seen.shape, bool)
-        if self.retrieve is None:
-            return mask
-        part = slice(self.sink_count, self.sink_count + self.count)
-        mask[:, part] = False
-        for head, slots in enumerate(self.retrieved_slots(query, seen[:, part])):
-            mask[head, self.sink_count + slots] = True
-        return mask
+    def whole_scores(self, query: np.ndarray, head: int, slots: np.ndarray) -> np.ndarray:
+        """Scores of body slots for the query heads of a kv head, from whole numbers: float32 [group, len(slots)], see ranking.scores."""
+        p = self.params
+        magnitude, _, key_pairs, _ = self._record_parts()
+        stored = unpack(magnitude[head, slots], p["key_bits"]), _as_pairs(key_pairs[head, slots])
+        return second_ranking.scores(
+            query[head], hadamard(query[head]), *stored, signs.signs_of(self.codes()[head, slots]), p["key_bits"],
+            self.state.mean[head].astype(np.float32), self._interval_of_slots()[head, slots], p["scale"], p["softcap"],
+        )  # fmt: skip
+
+    def _retrieve(self, query: np.ndarray, scores: np.ndarray, seen: np.ndarray) -> None:
+        """Of the body, leaves only what one row retrieves in seen [kv_heads, n], and puts its scores from whole numbers into scores."""
+        softcap, part = np.float32(self.params["softcap"]), slice(self.sink_count, self.sink_count + self.count)
+        chosen = self.retrieved_slots(query, seen[:, part])
+        seen[:, part] = False
+        for head, slots in enumerate(chosen):
+            score = self.whole_scores(query, head, slots)
+            scores[head][:, self.sink_count + slots] = softcap * np.tanh(score) if softcap else score / second_ranking.LOG2_E
+            seen[head, self.sink_count + slots] = True
 
     # ---- compaction
 

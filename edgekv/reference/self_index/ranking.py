@@ -37,7 +37,7 @@ def whole_keys(codes: np.ndarray, pairs: np.ndarray, signs: np.ndarray, bits: in
     whole = np.rint(pairs * factor[:, None, None]).astype(np.int16)
     level = (whole[..., :1] + whole[..., 1:] * codes.astype(np.int16)) >> LEVEL_SHIFT
     odd = 2 * np.clip(level, 0, MOST_LEVEL).astype(np.int32) + 1
-    return signs.astype(np.int32) * odd.reshape(len(odd), -1)[:, : signs.shape[1]], largest
+    return signs.astype(np.int32) * odd.reshape(len(odd), 32 * pairs.shape[1])[:, : signs.shape[1]], largest
 
 
 def exp2(x: np.ndarray) -> np.ndarray:
@@ -50,25 +50,33 @@ def exp2(x: np.ndarray) -> np.ndarray:
     return np.ldexp(p, whole.astype(np.int32))
 
 
-def weights(
+def scores(
     query: np.ndarray, turned: np.ndarray, codes: np.ndarray, pairs: np.ndarray, signs: np.ndarray, bits: int, means: np.ndarray, interval: np.ndarray,
     scale: float, softcap: float,
 ) -> np.ndarray:  # fmt: skip
-    """Attention that candidates get among themselves, summed over the query heads of a kv head: float32 [n].
+    """Scores of stored keys for the query heads of a kv head, in units of log2 or, with softcap, as the argument of tanh: float32 [group, n].
 
     query and turned float32 [group, dim], the latter transformed; codes, pairs, signs, bits as in whole_keys; means float32 [intervals, dim],
-    interval [n] which of them each candidate was coded against.
+    interval [n] which of them each token was coded against.
     """
     scale, softcap = np.float32(scale), np.float32(softcap)
     factor = scale / softcap if softcap > 0 else scale * LOG2_E
     whole, top_query = whole_queries(turned)
     keys, largest = whole_keys(codes, pairs, signs, bits)
     unit = largest * (np.float32(128) / LARGEST_KEY)
-    total = np.zeros(len(keys), np.float32)
+    out = np.empty((len(query), len(keys)), np.float32)
     for head in range(len(query)):
         step = top_query[head] * factor * np.float32(1 / QUERY_LEVELS)
         of_mean = dot_in_order(means, query[head]) * factor
-        x = (keys @ whole[head]).astype(np.float32) * (unit * step) + of_mean[interval]
+        out[head] = (keys @ whole[head]).astype(np.float32) * (unit * step) + of_mean[interval]
+    return out
+
+
+def weights(score: np.ndarray, softcap: float) -> np.ndarray:
+    """Attention that candidates with these scores [group, n] get among themselves, summed over the query heads of a kv head: float32 [n]."""
+    softcap = np.float32(softcap)
+    total = np.zeros(score.shape[1], np.float32)
+    for x in score:
         if softcap > 0:
             bounded = np.clip(x, np.float32(-20), np.float32(20))
             x = (np.float32(1) - np.float32(2) / (exp2(bounded * (np.float32(2) * LOG2_E)) + np.float32(1))) * (softcap * LOG2_E)
