@@ -132,7 +132,8 @@ def measure(args) -> dict:
     def session(params, states, nodes):
         return Session(params, states, nodes, rows, depth, args.threads)
 
-    scanning, searching = (session(packed, small, lambda i, f: [choose_node(i, f)]) for _ in range(2))
+    # One for each shape of the slots: after a second ranking they come with their scores.
+    scanning, searching, ranking = (session(packed, small, lambda i, f: [choose_node(i, f)]) for _ in range(3))
     both = session(packed, small, lambda i, f: [choose_node(i, f), attend_node(i, f, True)])
 
     def with_header(run, retrieve, rerank):
@@ -148,7 +149,7 @@ def measure(args) -> dict:
     steps = {
         "scan": with_header(scanning, 1, 1),
         "scan and choice": with_header(searching, k, 1),
-        "scan, choice and second ranking": with_header(searching, k, args.rerank),
+        "scan, choice and second ranking": with_header(ranking, k, args.rerank),
         "retrieval and attention": with_header(both, k, args.rerank),
         "retrieval and attention, one ranking": with_header(both, k, 1),
         "edgekv fp16, all tokens": session(dense, large, lambda i, f: [attend_node(i, f, False)]),

@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int kRecordsAhead = 40;  // tokens: their records wait in the first cache
+
 struct PickedSlots {
   const PackedBody& body;
   const int32_t* slots;
@@ -25,9 +27,9 @@ struct PickedSlots {
     }
   }
 
-  // Asks for the record of the token a tile behind token i. Tokens are picked here and there, where no processor foresees them.
+  // Asks for the record of a token that comes soon after token i. Tokens are picked here and there, where no processor foresees them.
   __attribute__((always_inline)) void fetch_record(int i) const {
-    if (i + kTile < listed) body.fetch(slots[i + kTile]);
+    if (i + kRecordsAhead < listed) body.fetch(slots[i + kRecordsAhead]);
   }
 
   // Asks for what will be read of the token `ahead` behind token i: its record, the codes of its block and the positions that will be

@@ -171,15 +171,20 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
     using Bits = int32_t __attribute__((may_alias));
     const Bits* order = reinterpret_cast<Bits*>(weight);
     const int threshold = threshold_for(order, found, wanted, &above);
-    // Perhaps not all of those exactly at the threshold stay.
-    const int reached = count_from(order, found, threshold);
     int32_t* which = reinterpret_cast<int32_t*>(of_head);
     kept = 0;
-    for (int i = 0, equal = reached == wanted ? wanted : wanted - above; i < found && kept < wanted; ++i) {
-      const bool same = order[i] == threshold && equal > 0;
-      which[kept] = i;
-      kept += order[i] > threshold || same;
-      equal -= same;
+    if (count_from(order, found, threshold) == wanted) {
+      for (int i = 0; i < found; ++i) {
+        which[kept] = i;
+        kept += order[i] >= threshold;
+      }
+    } else {  // not all of those exactly at the threshold stay
+      for (int i = 0, equal = wanted - above; i < found && kept < wanted; ++i) {
+        const bool same = order[i] == threshold && equal > 0;
+        which[kept] = i;
+        kept += order[i] > threshold || same;
+        equal -= same;
+      }
     }
     for (int i = 0; i < kept; ++i) out[i] = candidates[which[i]];
     if (r.scored)
