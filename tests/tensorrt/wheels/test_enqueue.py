@@ -234,6 +234,8 @@ def test_a_compressed_cache_equals_the_onnx_runtime_ops_in_place(harness, rotate
         binding.bind_ortvalue_output("state.out", bound["state"])
         session.run_with_iobinding(binding)
         found, want = (value.numpy() for value in binding.get_outputs()[:2])
+        if found.ndim == 4:  # ranked again: scores stand behind a row's slots
+            found = found[:, :, 0]
 
         state, y = ours.view(np.int8), np.full(want.shape, np.nan, kind)
         slots = np.zeros((params["kv_heads"], rows, 3), np.int32)
