@@ -68,6 +68,11 @@ class LazyGroup(click.Group):
             code = INTERRUPTED if interrupts else 2  # a library that is interrupted may fail in a way of its own
             if not interrupts:
                 click.echo(f"edgekv: {error}", err=True)
+        except OSError as error:  # names too long, a full disk, a folder that may not be read
+            code = INTERRUPTED if interrupts else 2
+            if not interrupts:
+                at = f" ({str(error.filename)[:200]})" if error.filename else ""
+                click.echo(f"edgekv: The system refuses a file: {error.strerror or error}{at}.", err=True)
         finally:
             if signal.getsignal(signal.SIGINT) is interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,9 +13,12 @@ def byte_limit(text: str | None) -> int | None:
         return None
     from edgekv.budget import parse_budget
 
-    limit = parse_budget(text).bytes
+    try:
+        limit = parse_budget(text).bytes
+    except UserError:
+        limit = None
     if limit is None:
-        raise UserError("--kv-limit is a number of bytes, like 3MiB.")
+        raise UserError(f"--kv-limit is a number of bytes, like 3MiB, not {text[:40]!r}.")
     return limit
 
 

@@ -41,7 +41,7 @@ class Options:
 @click.option("--top-p", type=float, help="Keep the most probable tokens that sum to p; 1 is off.")
 @click.option("--min-p", type=float, help="Keep tokens at least p times as probable as the best; 0 is off.")
 @click.option("--repetition-penalty", type=float, help="Make tokens that occurred less probable; 1 is off.")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the random numbers; default: a new one each time.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the random numbers; default: a new one each time. With --draft a text comes again with a fixed --gamma only.")
 @click.option("--stop", multiple=True, help="End the answer at this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on when the model ends its answer (for measurements).")
 @click.option("--draft", help="Draft tokens for the model to verify, same text but faster: a bundle, ngram, self or self:WINDOW.")
@@ -243,7 +243,7 @@ class _Completion(_Run):
                 session.reset()
             self.show(generate(session, sampler, self.tokenizer, tokens, self.answers[0], interrupted=interrupted, **options))
         self.end_line()
-        if self.options.compare:
+        if self.options.compare and "interrupted" not in (undrafted.finish_reason, self.answers[0].finish_reason):
             self.comparison = Comparison.of(undrafted, self.answers[0], sampler.options.greedy)
         self.finish(session, sampler)
 

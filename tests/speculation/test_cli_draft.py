@@ -85,7 +85,11 @@ def test_a_conversation_drafts_too(edgekv, folder):
         (["--gamma", "3"], "add --draft"),
         (["--compare"], "add --draft"),
         (["--draft", "ngram", "--compare", "--chat"], "leave out --chat"),
-        (["--kv-limit", "1KiB"], "more than the --kv-limit of 1 KiB"),
+        (["--kv-limit", "1KiB"], "more than the --kv-limit of 1,024; export with a smaller --kv-budget."),
+        (["--kv-limit", "much"], "--kv-limit is a number of bytes, like 3MiB, not 'much'."),
+        (["--draft", "self:" + "1" * 5000], "a number of tokens from 16 to 1,048,576, not '111"),
+        (["--draft", "self:"], "a number of tokens from 16 to 1,048,576, not ''."),
+        (["--draft", "a" * 300], "File name too long"),
         (["--kv-limit", "12tok"], "number of bytes"),
     ],
 )

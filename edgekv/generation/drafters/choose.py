@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from tokenizers import Tokenizer
 
 from edgekv import engine
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.budget import format_bytes
 from edgekv.engine import Engine
 from edgekv.errors import UserError
 from edgekv.generation.drafters import Drafter
@@ -19,6 +19,8 @@ from edgekv.generation.drafters.ngram import NgramDrafter
 from edgekv.generation.drafters.self_window import DEFAULT_WINDOW, SelfWindowDrafter
 from edgekv.generation.drafters.vocabulary import first_difference, read_token_ids
 from edgekv.generation.text import load_tokenizer
+
+_MOST_WINDOW = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
 
     Raises UserError (BundleError) when there is no such drafter or it does not fit the target.
     """
-    name, _, value = spec.partition(":")
+    name, given, value = spec.partition(":")
     if spec == "ngram":
         return Choice("ngram", None, lambda loaded: NgramDrafter())
     if name == "self":
-        window = _window(value) if value else DEFAULT_WINDOW
+        window = _window(value) if given else DEFAULT_WINDOW
         return Choice("self", None, lambda loaded: _self_window(loaded, window))
     if not Path(spec).exists():
         raise UserError(f"--draft takes ngram, self, self:WINDOW or the folder of a bundle; there is nothing at {spec}.")
@@ -62,8 +64,8 @@ def _self_window(loaded: Engine, window: int) -> Drafter:
 
 
 def _window(text: str) -> int:
-    if not text.isdecimal() or not 16 <= int(text) <= 1 << 20:
-        raise UserError(f"--draft self:WINDOW takes a number of tokens from 16 on, not {text!r}.")
+    if not re.fullmatch("[0-9]{2,7}", text) or not 16 <= int(text) <= _MOST_WINDOW:
+        raise UserError(f"--draft self:WINDOW takes a number of tokens from 16 to {_MOST_WINDOW:,}, not {text[:40]!r}.")
     return int(text)
 
 
@@ -71,8 +73,8 @@ def check_caches(target: Bundle, draft: Bundle | None, limit: int | None) -> Non
     """Raises UserError when the caches of both bundles together exceed `limit` bytes."""
     both = target.arena_bytes + (draft.arena_bytes if draft else 0)
     if limit is not None and both > limit:
-        parts = f" ({format_bytes(target.arena_bytes)} of the target, {format_bytes(draft.arena_bytes)} of the draft)" if draft else ""
-        raise UserError(
-            f"The KV caches take {format_bytes(both)}{parts}, more than the --kv-limit of {format_bytes(limit)}; "
-            "export with a smaller --kv-budget, or draft with --draft ngram, which has no cache."
-        )
+        takes, otherwise = f"The KV cache takes {both:,} bytes", ""
+        if draft:
+            takes = f"The KV caches take {both:,} bytes ({target.arena_bytes:,} of the target, {draft.arena_bytes:,} of the draft)"
+            otherwise = ", or draft with --draft ngram, which has no cache" if target.arena_bytes <= limit else ""
+        raise UserError(f"{takes}, more than the --kv-limit of {limit:,}; export with a smaller --kv-budget{otherwise}.")
