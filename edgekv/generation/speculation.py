@@ -43,7 +43,8 @@ class LengthControl(Length, Protocol):
 class Tally:
     """What speculation did, summed over rounds; seconds exclude the consumer's time.
 
-    steps            steps of the target after the prompt; emitted tokens come from them
+    steps            steps of the target after the prompt
+    emitted          tokens that were taken from them: of the last step perhaps not all
     draft_steps      steps of the drafter's model meanwhile
     tried            drafted tokens that were judged: all up to the first rejected one of each draft
     lengths          rounds by number of drafted tokens; 0 is a plain step
@@ -93,7 +94,8 @@ class Speculation:
                     taken += 1  # so many tokens of the block lie before the emitted one
                     sampler.observe((emitted,))
                     yield emitted
-            finally:
+            finally:  # also where the consumer wants no more
+                self.tally.emitted += taken
                 session.commit(taken)
 
     def _round(self, session: Session, sampler: Sampler, pending: int) -> tuple[list[int], int, int]:
@@ -114,7 +116,6 @@ class Speculation:
         count = len(draft.tokens)
         tally.steps += 1
         tally.draft_steps += self.drafter.steps - steps
-        tally.emitted += verdict.accepted + 1
         tally.drafted += count
         tally.accepted += verdict.accepted
         tally.tried += min(verdict.accepted + 1, count)

@@ -64,6 +64,13 @@ def test_compare_runs_both_and_says_so(edgekv, folder):
         assert words in report
 
 
+def test_what_was_not_wanted_of_a_round_does_not_count(edgekv, folder):
+    """16 tokens drafted by the model itself, all right, and one of them wanted."""
+    arguments = ["run", folder / "target", "-p", "x", "-n", "2", "--ignore-eos", "--draft", folder / "target", "--gamma", "16", "--json"]
+    told = json.loads(edgekv(*arguments).stdout)["drafting"]
+    assert told["accepted_tokens"] > 1 and told["tokens_per_target_step"] == told["target_steps"] == 1
+
+
 def test_seeds_repeat_a_drafted_text(edgekv, folder):
     arguments = ["run", folder / "target", "-p", "x", "-n", "40", "--temperature", "1", "--draft", folder / "draft", "--gamma", "3", "--json"]
     first = json.loads(edgekv(*arguments).stdout)
