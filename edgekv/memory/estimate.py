@@ -20,8 +20,8 @@ KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_v
 
 
 @lru_cache(maxsize=4096)
-def _layer_traffic(items: tuple, position: int, retrieve: int, rerank: int) -> dict[str, int]:
-    return step_traffic(dict(items), position, retrieve=retrieve, rerank=rerank)
+def _layer_traffic(items: tuple, position: int, retrieve: int, rerank: int, scored: bool) -> dict[str, int]:
+    return step_traffic(dict(items), position, retrieve=retrieve, rerank=rerank, scored=scored)
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,16 @@ class StepBytes:
         return self.weights + self.kv_read + self.kv_write + self.activations + self.logits
 
 
-def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, position: int) -> StepBytes:
-    """Bytes of the decode step that follows `position` tokens, from the static formulas. weights: as weights.streams gives them."""
+def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, position: int, decode_on: str = "gpu") -> StepBytes:
+    """Bytes of the decode step that follows `position` tokens, from the static formulas. weights: as weights.streams gives them.
+    decode_on: gpu or cpu, where a second ranking hands the scores of what it chose over and attention does not read those keys again."""
     reads = index = writes = 0
     policy = cache.policy
     for params in cache.layers:
         shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
         retrieve = parse_retrieval(policy.retrieve).resolve(committed(params, position)[1]) if layout.is_selfindex(params) else 0
-        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, policy.rerank or 1)
+        rerank = policy.rerank or 1
+        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, rerank, decode_on == "cpu" and rerank > 1)
         index += traffic["read_body_index"]
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]
@@ -127,7 +129,7 @@ class Decode:
 def decode(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Profile, position: int, persisting: bool = True) -> Decode:
     """The step after `position` tokens. UserError when the profile lacks the bandwidth."""
     streamed = streams(shape, weights, profile.data["decode_on"])
-    moved = step_bytes(shape, streamed, cache, position)
+    moved = step_bytes(shape, streamed, cache, position, profile.data["decode_on"])
     stay = residency(profile, moved, persisting)
     weight_hit = 1.0 if stay.replacement == "lru" and moved.weights + moved.kv_read <= stay.capacity else 0.0
     if profile.data.get("calibration") and stay.replacement == "lru":
@@ -146,5 +148,5 @@ def prefill(shape: ModelShape, weights: WeightFormat, cache: Plan, profile: Prof
     held = min(cache.capacity, tokens)
     flops = sum(rows_per_step_flops(shape, min(chunk, tokens - at), min(at + chunk, held)) for at in starts)
     streamed = streams(shape, weights, profile.data["decode_on"])
-    moved = step_bytes(shape, streamed, cache, held // 2)
+    moved = step_bytes(shape, streamed, cache, held // 2, profile.data["decode_on"])
     return prefill_time(profile, flops, len(starts), Work(streamed, moved.kv_read, cache.policy.element, len(shape.layers), shape.hidden))

@@ -10,7 +10,7 @@ import pytest
 import tiny_bundle
 from running import edgekv, refused  # noqa: F401
 
-from edgekv import engine, native
+from edgekv import engine, native, policy
 from edgekv.generation.session import Session
 from edgekv.memory import profiles
 from edgekv.memory.meter import MeteredEngine
@@ -47,6 +47,24 @@ def test_counted_kv_bytes_of_a_run_are_the_formula(tmp_path, keep):
         assert step.bytes["kv_write"] == sum(f["write_tail"] for f in formula)
     kinds = [s.kind for s in meter.steps]
     assert kinds.count("compaction") == 2 and kinds.count("decode") == 3 and kinds.count("prefill") == 4
+    meter.close()
+
+
+@pytest.mark.parametrize("rerank", [1, 4])
+def test_counted_kv_bytes_of_rows_that_retrieve_are_the_formula(tmp_path, monkeypatch, rerank):
+    monkeypatch.setattr(policy, "DENSE_WINDOW", 0)
+    bundle = tiny_bundle.make(tmp_path / "b", cache="selfindex", keep="full", kept=256, boundary=32, chunk=32, sinks=20, retrieve="24", rerank=rerank)
+    meter = MeteredEngine(engine.load(bundle, 1), PROFILE, hardware=False)
+    session = Session(meter)
+    session.feed(np.random.default_rng(0).integers(0, 250, 201))
+    session.step([4])
+    session.commit(1)
+    meter.finish()
+    step = meter.steps[-1]
+    layers = [layer["params"] for layer in bundle.layers]
+    formula = [step_traffic(p, 201, 1, native.isa(), retrieve=24, rerank=rerank, scored=rerank > 1) for p in layers]
+    assert step.bytes["kv_index"] == sum(f["read_body_index"] for f in formula)
+    assert step.bytes["kv_payload"] == sum(f[n] for f in formula for n in f if n.startswith("read_") and n != "read_body_index")
     meter.close()
 
 

@@ -42,6 +42,15 @@ def test_a_step_reads_codes_of_all_and_records_of_few():
     assert early.kv_read == moved(100).kv_read
 
 
+def test_keys_that_are_ranked_are_read_once_on_a_cpu_and_twice_by_a_gpu():
+    s, int4, made = shape("smollm2"), FORMATS["int4"], planned(format="selfindex")
+    on = {name: estimate.step_bytes(s, int4.streams(s), made, CONTEXT - 1, name).kv_read for name in ("cpu", "gpu")}
+    assert estimate.decode(s, int4, made, PI, CONTEXT - 1).bytes.kv_read == on["cpu"]
+    assert estimate.decode(s, int4, made, NANO, CONTEXT - 1).bytes.kv_read == on["gpu"]
+    chosen = int(0.075 * (7936 - 64)) * (8 + 40 + 4)  # their codes, magnitudes with 4 bits, positions
+    assert on["gpu"] - on["cpu"] == pytest.approx(30 * 3 * (chosen + 3 * 31 * 2 * 64), rel=0.01)  # and the mean keys, for three heads
+
+
 def test_fit_compresses_all_before_it_drops_any():
     s, int4 = shape("smollm2"), FORMATS["int4"]
     needed = planner.memory_plan(s, int4, planned(), PI).needed
