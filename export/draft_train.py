@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from edgekv.export import training_folder
 from edgekv.export.draft_corpus import Corpus
 
 BATCH = 8  # sequences per step
@@ -76,15 +77,14 @@ def train(
     optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     path, first, loss_mean = folder / "training.pt", 0, float("nan")
     if path.is_file():
-        saved = torch.load(path, weights_only=True)
-        student.load_state_dict(saved["student"], strict=False)
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
+        saved = training_folder.read(path)
+        with training_folder.restoring(path):
+            student.load_state_dict(saved["student"], strict=False)
+            optimizer.load_state_dict(saved["optimizer"])
+            first = int(saved["step"])
 
     def save(step: int) -> None:
-        state = {"step": step, "student": dict(student.named_parameters()), "optimizer": optimizer.state_dict()}
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+        training_folder.save({"step": step, "student": dict(student.named_parameters()), "optimizer": optimizer.state_dict()}, path)
 
     student.train()
     saved_at = time.monotonic()

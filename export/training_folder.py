@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from edgekv.errors import UserError
 from edgekv.export.load import Source
@@ -45,3 +48,25 @@ def _read(record: Path) -> Any:
         return json.loads(record.read_text())
     except (OSError, ValueError):
         return None
+
+
+def save(state: Mapping[str, Any], path: Path) -> None:
+    """Keeps numbers, tensors and their collections at `path`: all of them, or what was there before."""
+    torch.save(dict(state), path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What save() has kept at `path`, on the CPU. UserError when it is damaged; nothing in it is executed."""
+    with restoring(path):
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Around the use of what was kept at `path`: whatever does not fit there is said as UserError."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UserError(f"{path} is damaged ({what[0][:200]}); start over with --fresh.") from None

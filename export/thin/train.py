@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgekv.export import training_folder
 from edgekv.export.thin.trainable import ThinModel
 
 WARM_UP = 0.05  # share of the steps that the rate rises for
@@ -74,14 +75,15 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.0)
     first = 0
     if path.is_file():
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        with torch.no_grad():
+        saved = training_folder.read(path)
+        with training_folder.restoring(path), torch.no_grad():
             for name, p in trained.items():
                 p.copy_(saved["parameters"][name])
-        first = saved["step"]
+            first = int(saved["step"])
     model, optimizer = accelerator.prepare(student, optimizer)
     if first:
-        optimizer.load_state_dict(saved["optimizer"])
+        with training_folder.restoring(path):
+            optimizer.load_state_dict(saved["optimizer"])
     teacher.to(accelerator.device).eval()
     inner = accelerator.unwrap_model(model)
     inner.eval()  # no dropout: the rank and the seed decide what a step does
@@ -147,8 +149,7 @@ def _loss(model: Any, teacher: ThinModel, ids: torch.Tensor, start: int, kind: s
 
 def _save(path: Path, step: int, model: ThinModel, optimizer: Any) -> None:
     parameters = {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
-    torch.save({"step": step, "parameters": parameters, "optimizer": optimizer.state_dict()}, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    training_folder.save({"step": step, "parameters": parameters, "optimizer": optimizer.state_dict()}, path)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgekv.export import training_folder
 from edgekv.export.thin import stream
 from edgekv.export.thin.calibrate import RATE, ROWS, divergence, held_out
 from edgekv.export.thin.maps import KeyMaps
@@ -56,8 +57,7 @@ def transfer(
             return
         made.append(found[0].parts())
         parameters.update({name: p.detach() for name, p in mine.items()})
-        torch.save(done, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+        training_folder.save(done, path)
         report(index + 1, len(blocks), found[1])
 
 
@@ -66,15 +66,19 @@ def load(path: Path, student: Any, layers: int) -> list[KeyMaps] | None:
     done, own = _read(path), dict(student.named_parameters())
     if len(done["maps"]) < layers:
         return None
-    with torch.no_grad():
+    with training_folder.restoring(path), torch.no_grad():
         for name, numbers in done["parameters"].items():
             own[name].copy_(numbers)
-    return [KeyMaps(query, key) for query, key in done["maps"]]
+        return [KeyMaps(query, key) for query, key in done["maps"]]
 
 
 def _read(path: Path) -> dict[str, Any]:
     """parameters by name, and the parts of the maps of the layers that are done."""
-    return torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else {"parameters": {}, "maps": []}
+    if not path.is_file():
+        return {"parameters": {}, "maps": []}
+    done = training_folder.read(path)
+    with training_folder.restoring(path):
+        return {"parameters": dict(done["parameters"]), "maps": list(done["maps"])}
 
 
 class Layer:

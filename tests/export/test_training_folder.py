@@ -1,8 +1,10 @@
 """Whose a training folder is: the same run goes on, everything else is refused, and nothing that lies there crashes."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from edgekv.errors import UserError
 from edgekv.export import training_folder
@@ -55,3 +57,31 @@ def test_what_is_no_work_of_the_command_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="cannot be written|in the way"):
         claim(tmp_path / "file")
     assert (tmp_path / "work" / "mine").is_file()
+
+
+def test_what_is_kept_comes_back_and_a_stop_in_the_middle_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    training_folder.save({"step": 3, "parameters": {"a": torch.arange(4.0)}}, path)
+    monkeypatch.setattr(torch, "save", lambda state, to: to.write_bytes(b"half"))
+    monkeypatch.setattr(type(path), "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        training_folder.save({"step": 4}, path)
+    found = training_folder.read(path)
+    assert found["step"] == 3 and torch.equal(found["parameters"]["a"], torch.arange(4.0))
+
+
+class Executed:
+    def __reduce__(self):
+        return pytest.fail, ("a damaged file was executed",)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "text", "pickle", "another kind"])
+def test_a_damaged_file_is_said_in_a_sentence(tmp_path, damage):
+    path = tmp_path / "run.pt"
+    training_folder.save({"step": 3, "parameters": {"a": torch.zeros(1000)}}, path)
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "truncated": whole[: len(whole) // 2], "text": b"{}", "pickle": pickle.dumps(Executed()), "another kind": whole}[damage])
+    with pytest.raises(UserError, match="is damaged .*; start over with --fresh"):
+        saved = training_folder.read(path)
+        with training_folder.restoring(path):
+            saved["optimizer"]
