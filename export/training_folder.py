@@ -68,5 +68,5 @@ def restoring(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise UserError(f"{path} is damaged ({what[0][:200]}); start over with --fresh.") from None
+        what = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{path} is damaged ({what[0].split('. ')[0][:120]}); start over with --fresh.") from None
