@@ -102,20 +102,31 @@ def refine(text: LayerText, maps: Maps, steps: int, seed: int = 0) -> Maps:
 def _descend(text: LayerText, maps: Maps, steps: int, rate: float, generator: torch.Generator) -> Maps:
     training = [i for i in range(len(text.q)) if not held_out(i, len(text.q))]
     parts = [x.clone().requires_grad_() for x in maps.parts()]
-    sizes = [float(x.detach().abs().mean()) for x in parts]
-    optimizer = torch.optim.Adam([{"params": [x], "lr": rate * size} for x, size in zip(parts, sizes, strict=True)], betas=(0.9, 0.95))
-    length = text.q.shape[2]
-    for step in range(steps):
-        decay = 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group, size in zip(optimizer.param_groups, sizes, strict=True):
-            group["lr"] = rate * size * decay
-        chunk = training[step % len(training)]
-        rows = torch.randperm(length, generator=generator)[:ROWS]
-        loss = _divergence(text, chunk, maps.with_parts(parts), rows)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+
+    def loss(step: int) -> torch.Tensor:
+        rows = torch.randperm(text.q.shape[2], generator=generator)[:ROWS]
+        return _divergence(text, training[step % len(training)], maps.with_parts(parts), rows)
+
+    descend(parts, loss, [rate * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)])
     return maps.with_parts([x.detach() for x in parts])
+
+
+def descend(
+    trained: Sequence[torch.Tensor], loss: Callable[[int], torch.Tensor], rates: Sequence[float], stop: Callable[[int], bool] = lambda done: False
+) -> bool:
+    """Adam on loss(step), a step for each rate, relative to the size of every tensor's own numbers; False when `stop` ended it early."""
+    optimizer = torch.optim.Adam([{"params": [x], "size": max(float(x.detach().abs().mean()), 1e-8)} for x in trained], betas=(0.9, 0.95))
+    for step, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["size"]
+        error = loss(step)
+        optimizer.zero_grad(set_to_none=True)
+        error.backward()
+        optimizer.step()
+        if stop(step + 1):
+            return False
+    optimizer.zero_grad(set_to_none=True)
+    return True
 
 
 def held_out(chunk: int, chunks: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from edgekv.export import training_folder
 from edgekv.export.thin import stream
-from edgekv.export.thin.calibrate import RATE, ROWS, divergence, held_out
+from edgekv.export.thin.calibrate import RATE, ROWS, descend, divergence, held_out
 from edgekv.export.thin.maps import KeyMaps
 from edgekv.export.thin.train import rate_of
 from edgekv.geometry import LayerGeometry
@@ -112,21 +112,13 @@ class Layer:
     def _descend(
         self, maps: KeyMaps, parts: list[torch.Tensor], steps: int, rate: float, generator: torch.Generator, stop: Callable[[int], bool]
     ) -> bool:
-        trained = [*self._parameters, *parts]
-        optimizer = torch.optim.Adam([{"params": [x], "size": max(float(x.detach().abs().mean()), 1e-8)} for x in trained], betas=(0.9, 0.95))
         length = self._reading.hidden[0].shape[1]
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["size"] * rate_of(step, steps)
+
+        def loss(step: int) -> torch.Tensor:
             rows = torch.randperm(length, generator=generator)[:ROWS]
-            loss = self._divergence(self._training[step % len(self._training)], maps.with_parts(parts), rows)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            if stop(step + 1):
-                return False
-        optimizer.zero_grad(set_to_none=True)
-        return True
+            return self._divergence(self._training[step % len(self._training)], maps.with_parts(parts), rows)
+
+        return descend([*self._parameters, *parts], loss, [rate * rate_of(step, steps) for step in range(steps)], stop)
 
     @torch.no_grad()
     def measure(self, maps: KeyMaps) -> float:
