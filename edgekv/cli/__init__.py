@@ -64,19 +64,22 @@ class LazyGroup(click.Group):
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except EdgekvError as error:
+        except (EdgekvError, OSError) as error:
             code = INTERRUPTED if interrupts else 2  # a library that is interrupted may fail in a way of its own
             if not interrupts:
-                click.echo(f"edgekv: {error}", err=True)
-        except OSError as error:  # names too long, a full disk, a folder that may not be read
-            code = INTERRUPTED if interrupts else 2
-            if not interrupts:
-                at = f" ({str(error.filename)[:200]})" if error.filename else ""
-                click.echo(f"edgekv: The system refuses a file: {error.strerror or error}{at}.", err=True)
+                click.echo(f"edgekv: {_sentence(error)}", err=True)
         finally:
             if signal.getsignal(signal.SIGINT) is interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(code)
+
+
+def _sentence(error: EdgekvError | OSError) -> str:
+    """What went wrong; of the system's errors, such as a name too long or a full disk, with the file."""
+    if isinstance(error, EdgekvError):
+        return str(error)
+    at = f" ({str(error.filename)[:200]})" if error.filename else ""
+    return f"The system refuses a file: {error.strerror or error}{at}."
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -129,7 +129,8 @@ class Sampler:
         return self._scores
 
     def _weights(self, logits: np.ndarray, also: Sequence[int]) -> tuple[np.ndarray | None, np.ndarray]:
-        """What can be drawn, not normalised: ids int64 [n] (None: all) and weights float32 [n], in memory this object may reuse."""
+        """What can be drawn, not normalised: ids int64 [n] (None: all) and weights [n], float32 in memory this object may reuse or, of one
+        certain token, _CERTAIN."""
         options = self.options
         scores = self._penalised(logits, also)
         best = int(scores.argmax())

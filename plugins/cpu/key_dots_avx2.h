@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int kDotsAhead = 40;  // tokens: their records wait in the first cache
 constexpr int kDotTokens = 16;  // a multiple of 8: their tables are made before their products, as a token's are a long chain and those of many overlap
 
 // Zero points and scales of four groups. What is read behind the last pair of a record is the next record or the next plane.
@@ -178,7 +177,7 @@ inline void dots_of_heads(const PickedSlots& t, const int8_t* queries, const Who
       __m256i two[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        t.fetch_next(first + i + j, kDotsAhead);
+        t.fetch_next(first + i + j);
         two[j] = dots_of_key<R, kBits, kGroups>(record[i + j], tables + (i + j) * width, signs + (i + j) * sign_width, queries, dim);
       }
       auto join = [&](__m256i a, __m256i b) {

@@ -32,13 +32,12 @@ struct PickedSlots {
     if (i + kRecordsAhead < listed) body.fetch(slots[i + kRecordsAhead]);
   }
 
-  // Asks for what will be read of the token `ahead` behind token i: its record, the codes of its block and the positions that will be
-  // looked at.
-  __attribute__((always_inline)) void fetch_next(int i, int ahead) const {
-    if (i + ahead >= listed) return;
-    const int slot = slots[i + ahead];
-    body.fetch(slot);
-    if (slot / EDGEKV_INDEX_TOKENS != slots[i + ahead - 1] / EDGEKV_INDEX_TOKENS) body.fetch_codes(slot);
+  // The same, and for the codes of its block and the positions that will be looked at.
+  __attribute__((always_inline)) void fetch_next(int i) const {
+    if (i + kRecordsAhead >= listed) return;
+    fetch_record(i);
+    const int slot = slots[i + kRecordsAhead];
+    if (slot / EDGEKV_INDEX_TOKENS != slots[i + kRecordsAhead - 1] / EDGEKV_INDEX_TOKENS) body.fetch_codes(slot);
     if (i % kLanes == 0 || i % kLanes == kLanes - 1) __builtin_prefetch(body.positions + slot, 0, 2);
   }
 };
