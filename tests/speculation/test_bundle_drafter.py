@@ -8,7 +8,7 @@ from table_engine import TableEngine, random_laws
 
 from edgekv.errors import NativeError
 from edgekv.generation.adaptive import FixedLength
-from edgekv.generation.drafters.bundle import BundleDrafter
+from edgekv.generation.drafters.bundle import BundleDrafter, first_look
 from edgekv.generation.sampling import Sampler, SamplingOptions
 from edgekv.generation.session import Session
 from edgekv.generation.speculation import Speculation
@@ -50,6 +50,11 @@ def test_guesses_that_come_true_earn_the_reading_of_the_rest():
         read.append(list(drafter.session.tokens))
     assert read[2] != text[: len(read[2])]  # 8 tokens for each of 8: not yet enough
     assert read[-1] == text[: len(read[-1])] and len(read[-1]) > 100
+
+
+@pytest.mark.parametrize("target,draft,tokens", [(100, 100, 8), (100, 200, 8), (300, 100, 24), (100, 1, 64)])
+def test_a_small_draft_may_look_at_more(target, draft, tokens):
+    assert first_look(target, draft) == tokens
 
 
 def test_guesses_that_do_not_come_true_earn_nothing():

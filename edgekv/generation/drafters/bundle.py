@@ -22,15 +22,21 @@ from edgekv.generation.drafters import NOTHING, Draft, Length, logits
 from edgekv.generation.sampling import Sampler
 from edgekv.generation.session import Session
 
-_NEWEST = 8  # tokens that are read at most of what was missed, as long as no more was earned
-_EARNED = 8  # tokens of a text, for each guess that came true, that may be read beside those
+NEWEST = 8  # newest tokens of what was missed that are read at most, as long as no more was earned, by a draft of the target's size
+_MOST_NEWEST = 64  # the same, by the smallest draft
 _USUAL = 2  # tokens that are read before every draft: the pending one, and the last of a draft that was accepted as a whole
 _FIRST_ROW = np.zeros(1, np.int64)
+
+
+def first_look(target_bytes: int, draft_bytes: int) -> int:
+    """Tokens that a draft may read before it has shown anything, by the bytes of both models' weights: a small one reads more in the time."""
+    return min(NEWEST * max(target_bytes, draft_bytes) // max(draft_bytes, 1), _MOST_NEWEST)
 
 
 class BundleDrafter:
     """Drafts with `engine`, which it owns.
 
+    newest     newest tokens of what it missed that it reads unless guesses have earned more; each one that came true earns as many
     vocab      logits per row of the target
     token_ids  int64 [rows of the draft's logits], the target's token of each row, when the draft knows only some; None: row i is
                token i, and rows that only one of the two models has are padding
@@ -39,7 +45,7 @@ class BundleDrafter:
     name = "bundle"
     grades = logits.GRADES
 
-    def __init__(self, engine: Engine, vocab: int, token_ids: np.ndarray | None = None):
+    def __init__(self, engine: Engine, vocab: int, token_ids: np.ndarray | None = None, newest: int = NEWEST):
         self.engine = engine
         self.session = Session(engine)
         self.steps = 0
@@ -50,6 +56,7 @@ class BundleDrafter:
         self._origin = self._joint = 0
         self._partial = False  # whether parts of the text were left out that the cache has a use for
         self._credit = 0  # tokens that may be read because guesses came true
+        self._newest = newest
         self._anew = True  # whether any token of the text may be another one than last time
         self._fed = 0  # tokens of the text that were read so far
         self._guesses: list[int] = []  # the last draft, at place _guessed of the target's text
@@ -79,9 +86,9 @@ class BundleDrafter:
             self._earn(tokens, pending)
         size = len(tokens) + 1
         behind = size if self._anew else size - self._origin - len(self.session.tokens)
-        if self.failure or not length.wants_law(max(min(behind, _NEWEST) - _USUAL, 0)):
+        if self.failure or not length.wants_law(max(min(behind, self._newest) - _USUAL, 0)):
             return NOTHING
-        first = self._catch_up(_Text(np.frombuffer(tokens, np.int32), pending), _NEWEST)
+        first = self._catch_up(_Text(np.frombuffer(tokens, np.int32), pending), self._newest)
         if first is None:
             return NOTHING
         draft = logits.draw_tokens(first, self._step, length, sampler)
@@ -99,7 +106,7 @@ class BundleDrafter:
             for guess, token in zip(self._guesses, (*tokens[self._guessed :], pending)):
                 if guess != token:
                     break
-                self._credit += _EARNED
+                self._credit += self._newest
         self._guesses = []
 
     def _catch_up(self, text: np.ndarray | _Text, reach: int) -> np.ndarray | None:
