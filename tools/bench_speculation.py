@@ -175,7 +175,7 @@ def main() -> None:
             wanted = decode(alone, read[index], plain, arguments.tokens, ends, times["plain"][repeat])
             for way in ways:
                 if choice.bundle:
-                    drafter._credit = 0  # each way has to earn the reading of its prompts
+                    drafter._right = drafter._wrong = 0  # each way has to earn the reading of its prompts
                 tokens = decode(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
                 differing[way] += tokens != wanted
             if sys.stderr.isatty():

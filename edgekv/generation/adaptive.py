@@ -77,7 +77,8 @@ class AdaptiveLength:
         self._tries, self._hits = [_PRIOR_WEIGHT] * drafter.grades, [_PRIOR_WEIGHT * prior for prior in priors]
         self._kept = self._promised = 0.0  # decayed: tokens accepted lately, and how many were expected to be
         self._first = sum(priors) / drafter.grades  # acceptance expected of a first place, before its grade is known
-        self._after = list(priors)  # of the place behind an accepted one, by the grade of that one
+        # of the place behind an accepted one, by the grade of that one; None: none was seen, as at first places
+        self._after: list[float | None] = [None] * drafter.grades
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
         self._dearest = 0.0  # largest cost of a law so far
@@ -140,7 +141,8 @@ class AdaptiveLength:
         if self._count == 0:
             self._first += _EXPECT * (acceptance - self._first)
         else:
-            self._after[last] += _EXPECT * (acceptance - self._after[last])
+            expected = self._behind_one(last)
+            self._after[last] = expected + _EXPECT * (acceptance - expected)
         self._grade = grade
         if not self._pays(self._gain(acceptance)):
             return False
@@ -173,6 +175,11 @@ class AdaptiveLength:
         self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)
 
     # ---- parts
+
+    def _behind_one(self, grade: int) -> float:
+        """Acceptance expected behind an accepted token of this grade."""
+        after = self._after[grade]
+        return self._first if after is None else after
 
     def _law_done(self) -> None:
         seconds, law = self._clock() - self._law_started, self.next_law if self._count else self.first_law
@@ -213,7 +220,7 @@ class AdaptiveLength:
         rate, steps, count = self.rate, self.steps.seconds, self._count
         law = rate * self._next_law()
         spent = rate * cost
-        after = self._after[self._grade] if count or acceptance is not None else self._first
+        after = self._behind_one(self._grade) if count or acceptance is not None else self._first
         reach, gained, best = self._reach, 0.0, -float("inf")
         for place in range(count, min(count + _LOOK_AHEAD, self._room)):
             reach *= after if acceptance is None or place > count else acceptance

@@ -84,9 +84,10 @@ class Speculation:
         return self._rounds(session, sampler, first, math.inf if most is None else most - 1)
 
     def _follow(self, session: Session, anew: bool = False) -> None:
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), self.drafter.steps
         self.drafter.follow(session.tokens, anew)
         self.tally.reading_seconds += time.perf_counter() - start
+        self.tally.draft_steps += self.drafter.steps - steps
 
     def _rounds(self, session: Session, sampler: Sampler, token: int, most: float) -> Iterator[int]:
         yield token

@@ -83,7 +83,7 @@ class SpeculationReport:
     def lines(self) -> list[str]:
         """The report for a person, one fact per line."""
         if not self.target_steps:
-            return [f"draft     {self.drafter}: nothing was generated"]
+            return [f"draft     {self.drafter}: nothing to draft, no step was needed behind the prompt"]
         length = "adaptive length" if self.gamma is None else f"length {self.gamma}"
         rate = f", {self.acceptance_rate:.0%} of those judged" if self.acceptance_rate is not None else ""
         broken = [f"          broke down ({self.failure}); the target went on alone"] if self.failure else []
@@ -119,7 +119,8 @@ class Comparison:
 
     @classmethod
     def of(cls, plain: Answer, drafted: Answer, greedy: bool) -> Comparison:
-        before, after = (rate(len(answer.tokens), answer.decode_seconds) for answer in (plain, drafted))
+        # the first token needs no step behind the prompt
+        before, after = (rate(len(a.tokens), a.decode_seconds) if len(a.tokens) > 1 else None for a in (plain, drafted))
         return cls(before, after, after / before if before and after else None, plain.tokens == drafted.tokens, greedy)
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class Comparison:
 
     def line(self) -> str:
         if not self.speedup:
-            return "compare   nothing was generated"
+            return "compare   nothing to compare: no step was needed behind the prompt"
         text = f"compare   {self.plain_decode_tokens_per_second:.1f} tokens/s without drafts, {self.decode_tokens_per_second:.1f} with: "
         text += f"{self.speedup:.2f}x"
         if not self.greedy:

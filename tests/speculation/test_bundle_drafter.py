@@ -39,31 +39,57 @@ def test_a_draft_begins_behind_the_last_tokens_of_a_prompt():
     assert list(drafter.session.tokens)[:8] == text[-8:]
 
 
-def test_guesses_that_come_true_earn_the_reading_of_the_rest():
+def test_right_and_wrong_guesses_together_earn_the_reading_of_the_rest():
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 20))
+    drafter = drafter_of()
+    drafter.follow(array("i", text[:-1]), anew=True)
+    whole = []
+    for _ in range(30):
+        guesses = draft(drafter, text)  # shorter ones before its boundaries
+        text += [*guesses[:2], (guesses[2] + 1) % VOCAB if len(guesses) > 2 else 0]  # two right ones, then a wrong one: worth 4 tokens
+        whole.append(list(drafter.session.tokens)[:20] == text[:20])
+    assert 15 < whole.index(True) < 28 and all(whole[whole.index(True) :])
+
+
+@pytest.mark.parametrize("right", [0, 4])
+def test_guesses_that_are_all_right_or_all_wrong_earn_nothing(right):
     text = list(np.random.default_rng(0).integers(0, VOCAB, 100))
     drafter = drafter_of()
     drafter.follow(array("i", text[:-1]), anew=True)
-    read = []
-    for _ in range(6):
-        text += draft(drafter, text)  # the target agrees with all of it
-        text.append(0)
-        read.append(list(drafter.session.tokens))
-    assert read[2] != text[: len(read[2])]  # 8 tokens for each of 8: not yet enough
-    assert read[-1] == text[: len(read[-1])] and len(read[-1]) > 100
+    for _ in range(40):
+        guesses = draft(drafter, text)
+        text += [*guesses[:right], 0 if right == 4 else (guesses[0] + 1) % VOCAB]
+    assert list(drafter.session.tokens)[:8] == text[92:100]
+
+
+@pytest.mark.parametrize("idle", [8, 9, 40])
+def test_what_is_missed_while_idle_is_not_read_again(idle):
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 100))
+    drafter = drafter_of()
+    drafter._right = drafter._wrong = 10_000
+    drafter.follow(array("i", text[:-1]), anew=True)
+    draft(drafter, text)
+    for _ in range(3):
+        text += list(np.random.default_rng(1).integers(0, VOCAB, idle))
+        fed = drafter._fed
+        draft(drafter, text)
+        assert drafter._fed - fed <= 8
+
+
+def test_a_new_prompt_is_read_when_it_was_earned_and_else_its_end():
+    rng = np.random.default_rng(0)
+    for credit, read in ((0, 8), (5, 8), (50, 8), (200, 61)):
+        drafter = drafter_of()
+        drafter._right, drafter._wrong = credit, credit + 7
+        text = list(rng.integers(0, VOCAB, 61))
+        drafter.follow(array("i", text[:-1]), anew=True)
+        draft(drafter, text, gamma=1)
+        assert drafter._fed == read and drafter._right == (credit - 60 if read == 61 else credit)
 
 
 @pytest.mark.parametrize("target,draft,tokens", [(100, 100, 8), (100, 200, 8), (300, 100, 24), (100, 1, 64)])
 def test_a_small_draft_may_look_at_more(target, draft, tokens):
     assert first_look(target, draft) == tokens
-
-
-def test_guesses_that_do_not_come_true_earn_nothing():
-    text = list(np.random.default_rng(0).integers(0, VOCAB, 100))
-    drafter = drafter_of()
-    drafter.follow(array("i", text[:-1]), anew=True)
-    for _ in range(40):
-        text.append((draft(drafter, text)[0] + 1) % VOCAB)
-    assert list(drafter.session.tokens)[:8] == text[92:100]
 
 
 @pytest.mark.parametrize("seed", range(20))

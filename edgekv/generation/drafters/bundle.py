@@ -6,8 +6,9 @@ boundary of its cache. Leaving parts of a text out, or starting over in the midd
 emitted: so it reads no more of a long text than it has a use for, and never ends because its cache is full.
 
 Nobody knows beforehand whether a draft is any good, and reading a prompt can cost as much as writing a good part of the answer. So it
-begins behind the last few tokens of the text; guesses that come true earn the reading of the rest. What a useless draft costs
-does not depend on the prompt then, and a good one has soon paid for a whole view.
+begins behind the last few tokens of the text. Guesses that come true earn the reading of the rest, wrong ones show that there is something
+to gain from it: the text is read when both are worth it. So what a useless draft costs does not depend on the prompt, and a draft that is
+right anyway reads nothing it does not need.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def first_look(target_bytes: int, draft_bytes: int) -> int:
 class BundleDrafter:
     """Drafts with `engine`, which it owns.
 
-    newest     newest tokens of what it missed that it reads unless guesses have earned more; each one that came true earns as many
+    newest     tokens of what it missed that it reads before every draft, the newest
     vocab      logits per row of the target
     token_ids  int64 [rows of the draft's logits], the target's token of each row, when the draft knows only some; None: row i is
                token i, and rows that only one of the two models has are padding
@@ -55,7 +56,11 @@ class BundleDrafter:
         # Token i of the draft's text, from _joint on, is token _origin + i of the target's.
         self._origin = self._joint = 0
         self._partial = False  # whether parts of the text were left out that the cache has a use for
-        self._credit = 0  # tokens that may be read because guesses came true
+        # Tokens whose reading the right guesses have paid for and the wrong ones call for. A right one saves a step of the target, in which
+        # the draft reads about half of `newest` tokens on a CPU.
+        self._right = self._wrong = 0
+        self._worth = max(newest // 2, 1)
+        self._stale = 0  # guesses in the draft's own text that did not come true
         self._newest = newest
         self._anew = True  # whether any token of the text may be another one than last time
         self._fed = 0  # tokens of the text that were read so far
@@ -71,21 +76,22 @@ class BundleDrafter:
 
     def follow(self, tokens: array, anew: bool = False) -> None:
         self._anew = self._anew or anew
-        if self.failure or not self._credit or not len(tokens):
+        credit = min(self._right, self._wrong)
+        if self.failure or not credit or not (anew or self._partial):
             return
-        size = min(len(tokens), self._reach)
-        if anew or (self._partial and self._credit >= size):
+        if credit >= min(len(tokens), self._reach) > 0:
             fed = self._fed
-            if not anew:
+            if self._partial:
                 self._restart(0)
-            self._catch_up(np.frombuffer(tokens, np.int32), min(self._credit, self._reach))
-            self._credit = max(0, self._credit - (self._fed - fed))
+            self._catch_up(np.frombuffer(tokens, np.int32), self._reach)
+            self._right -= self._fed - fed
+            self._wrong -= self._fed - fed
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
         if self._guesses:
             self._earn(tokens, pending)
         size = len(tokens) + 1
-        behind = size if self._anew else size - self._origin - len(self.session.tokens)
+        behind = size if self._anew else size - self._origin - len(self.session.tokens) + self._stale
         if self.failure or not length.wants_law(max(min(behind, self._newest) - _USUAL, 0)):
             return NOTHING
         first = self._catch_up(_Text(np.frombuffer(tokens, np.int32), pending), self._newest)
@@ -101,20 +107,25 @@ class BundleDrafter:
         self.engine.close()
 
     def _earn(self, tokens: array, pending: int) -> None:
-        """Counts the guesses of the last draft that came true."""
-        if not self._anew:
-            for guess, token in zip(self._guesses, (*tokens[self._guessed :], pending)):
-                if guess != token:
-                    break
-                self._credit += self._newest
-        self._guesses = []
+        """Counts the guesses of the last draft that came true, and the first that did not."""
+        guesses, self._guesses = self._guesses, []
+        if self._anew:
+            return
+        right = 0
+        for guess, token in zip(guesses, (*tokens[self._guessed :], pending)):
+            if guess != token:
+                self._wrong += self._worth
+                break
+            right += 1
+        self._right += right * self._worth
+        self._stale = max(0, len(guesses) - 1 - right)
 
     def _catch_up(self, text: np.ndarray | _Text, reach: int) -> np.ndarray | None:
         """Feeds what the draft has not read yet, `reach` tokens at most; logits of the place behind it, None when the draft model fails."""
         try:
             missing = self._missing(text, reach, self._anew)
-            self._anew = False
-            self.steps += 1
+            self._anew, self._stale = False, 0
+            self.steps += -(-missing.size // self.engine.chunk)
             self._fed += missing.size
             return self._of_target(self.session.feed(missing))
         except EdgekvError as error:
@@ -146,7 +157,7 @@ class BundleDrafter:
             self._partial = wanted < min(size, self._reach)
         elif wanted > reach:
             self._origin, self._joint = self._origin + wanted - reach, agreed
-            wanted, self._partial = reach, True
+            wanted, self._partial = reach, self._partial or whole  # what it misses while it is idle stays a gap
         return text[size - wanted :]
 
     def _restart(self, origin: int) -> None:
