@@ -7,6 +7,7 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/error.h"
+#include "cpu/latent_levels.h"
 #include "cpu/scratch.h"
 
 namespace edgekv {
@@ -86,9 +87,8 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadBodyIndex] += loaded.body_index;
   traffic[kReadBodyMeta] += loaded.body_meta;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
-  const uint64_t numbers = uint64_t(s.rows) * (p.kv_heads * (p.key_dim + p.value_dim) + p.latent) +
-                           (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
-  traffic[kWriteTail] += numbers * element_bytes(p);
+  const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) + (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
+  traffic[kWriteTail] += numbers * element_bytes(p) + uint64_t(s.rows) * latent_bytes(p);
   traffic[kTrafficSteps] += 1;
 }
 
@@ -104,6 +104,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   if (params.latent > 0 && params.rotary_dim > 0 && in.inv_freq == nullptr) return fail("latent needs the attribute inv_freq");
 
   if (in.slots != nullptr && check_slots(params, in, *view.header)) return 1;
+  if (in.slots != nullptr && in.scored && params.latent > 0) return fail("latent keys are not ranked again: slots must come without scores");
   const Kernels& kernel = kernels();
   Loaded loaded = {};
   Step s = {};
@@ -124,7 +125,11 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.table_stride = int(in.table_columns);
   s.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   s.key_map = params.head_dim > 0 ? in.key_map : nullptr;
-  if (params.latent > 0) s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2)};
+  std::unique_ptr<DecoderLevels> levels;
+  if (packs_latents(params) && in.levels == nullptr) levels = std::make_unique<DecoderLevels>(params, in.key_decode);
+  if (levels && levels->view.numbers == nullptr) return fail("out of memory: there is none left for the decoder of latent keys");
+  if (params.latent > 0)
+    s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2), levels ? &levels->view : in.levels, nullptr};
   s.y = y;
   s.loaded = &loaded;
 
@@ -141,23 +146,25 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   const bool packed = params.format == kFormatSelfIndex;
   const int64_t query_floats = (heads * rows * params.key_dim + 15) / 16 * 16;
   const int64_t turned_floats = packed ? heads * rows * ((params.key_dim + 31) / 32 * 32) : 0;
+  const int64_t latent_floats = packs_latents(params) ? (int64_t(s.rows) * params.latent + 15) / 16 * 16 : 0;
   const int64_t bias_floats = s.slots != nullptr ? (heads * rows * (view.header->tail_base / params.tail_slots) + 15) / 16 * 16 : 0;
 
   Scratch scratch;
   float* memory = static_cast<float*>(scratch.reserve(
-      size_t(query_floats + turned_floats + bias_floats + kept_results * heads * rows * stride) * sizeof(float)));
+      size_t(query_floats + turned_floats + bias_floats + latent_floats + kept_results * heads * rows * stride) * sizeof(float)));
   if (memory == nullptr) return fail("out of memory: a step of %" PRId64 " rows needs more working memory than there is", in.rows);
   s.queries = memory;
   s.turned = s.queries + query_floats;
   s.bias = s.turned + turned_floats;
-  float* results = s.bias + bias_floats;
+  if (latent_floats > 0) s.latent.made = s.bias + bias_floats;
+  float* results = s.bias + bias_floats + latent_floats;
   auto result = [&](int64_t which, int64_t head, int64_t group) {
     return results + ((which * heads + head) * rows + group * group_rows) * stride;
   };
 
   Inline alone;
   const int64_t slots = s.sink_count + (s.slots != nullptr ? s.chosen : s.body_count) + s.first_tail + s.rows;
-  const int64_t rebuilt = heads * s.body_count * int64_t(params.latent) * params.key_dim;  // multiply-adds, beside those of the attention
+  const int64_t rebuilt = heads * (s.slots != nullptr ? s.chosen : s.body_count) * int64_t(params.latent) * params.key_dim;  // multiply-adds, beside those of the attention
   const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) + rebuilt >= kWorthThreads;
   Parallel& all = threads ? parallel : alone;
 
@@ -175,10 +182,14 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
   };
   // Few rows are prepared at once, unless they meet the mean keys of many intervals.
-  const int64_t intervals = s.slots != nullptr && !s.scored ? view.header->tail_base / params.tail_slots : 0;
+  const int64_t intervals = s.slots != nullptr && !s.scored && params.latent == 0 ? view.header->tail_base / params.tail_slots : 0;
   const bool long_preparation = in.rows >= 8 || heads * rows * intervals * params.key_dim >= kWorthThreads;
   (long_preparation ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
-  if (params.latent > 0) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
+  if (params.latent > 0)
+    (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) {
+      kernel.encode(s, int(row));
+      if (latent_floats > 0) pack_latent(params, s.latent.made + int64_t(row) * params.latent, view.tail_z + (s.first_tail + int64_t(row)) * int64_t(latent_record_bytes(params)));
+    });
 
   if (in_turn) {
     all.each(size_t(heads * groups), [&](size_t item) {

@@ -12,6 +12,8 @@
 #include "cpu/key_dots_avx2.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
+#include "cpu/latent_dots_avx512.h"
+#include "cpu/attend_packed_latent.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
 #include "cpu/products.h"

@@ -30,11 +30,21 @@ struct Loaded {
 // What a row attends to, in order of position: the sinks of a compressed body, the body, the tail.
 enum Part : int { kSinks, kBody, kTail };
 
+// A decoder in whole numbers, for quantised latents (latent_levels.h). stride: key_dim in whole vectors, groups: of 32 latents.
+struct LatentLevels {
+  const int8_t* numbers;  // [kv_heads][latents in whole sixteens / 4][stride][4]
+  const float* factors;   // [kv_heads][2 groups + 1][stride]: steps and sums of each group, then means
+  int stride, groups;
+  int64_t head_numbers, head_factors;  // of a kv head
+};
+
 // What latent keys are made and rebuilt with.
 struct Latent {
   const float* encode;  // [kv_heads * key_dim][latent]
   const float* decode;  // [kv_heads][latent + 1][key_dim], the last row of a head is its mean key
   const RotationTables* rotations;
+  const LatentLevels* levels;  // of a compressed body, else null
+  float* made;                 // of a compressed body: scratch [rows][latent], which encode() fills
 };
 
 // One call of the attention op on one layer. `rows` tokens times `group` query heads share a kv head; query row r of a kv head
@@ -144,7 +154,8 @@ struct Kernels {
   int row_block;  // query rows per register block
   // Rotates if asked, stores the keys, values and observed queries of one kv head, and packs its scaled queries.
   void (*prepare)(const Step&, int head);
-  // Stores what stands for the keys of token `row` (latent): its given keys of all kv heads, less their means, times `encode`.
+  // Stores what stands for the keys of token `row` (latent): its given keys of all kv heads, less their means, times `encode`; in latent.made
+  // where there is that.
   void (*encode)(const Step&, int row);
   // Attends rows [first, first + count) of a kv head to slots [begin, end) of a part, or to entries [begin, end) of each row's
   // chosen slots; overwrites `partial`, one partial_stride per row. first is a multiple of row_block, count at most

@@ -16,7 +16,7 @@ int64_t retrieved_slots(const LayerParams&, const void* state) {
 }
 
 bool scores_slots(const LayerParams& params, const void* state) {
-  return retrieved_slots(params, state) > 0 && static_cast<const StateHeader*>(state)->rerank > 1;
+  return params.latent == 0 && retrieved_slots(params, state) > 0 && static_cast<const StateHeader*>(state)->rerank > 1;
 }
 
 int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel) {
@@ -26,6 +26,8 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   const StateHeader& h = *view.header;
   if (check_rows(params, in, h)) return 1;
   if (h.hidden_from < h.hidden_to) return fail("a body with hidden slots cannot be searched: lower `retrieve` instead of hiding slots");
+
+  if (in.scored && params.latent > 0) return fail("latent keys are not ranked again: slots of them have no scores");
 
   Loaded loaded = {};
   Retrieval r = {};
@@ -41,7 +43,7 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   r.table_stride = int(in.table_columns);
   r.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   r.retrieve = int(retrieved_slots(params, state));
-  r.rerank = h.rerank;
+  r.rerank = params.latent > 0 ? 1 : h.rerank;  // there are no stored keys to rank again
   r.rows = int(in.rows);
   r.slots = slots;
   r.scored = in.scored;

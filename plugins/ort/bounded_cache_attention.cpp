@@ -14,9 +14,11 @@
 #include "ort/bounded_cache_attention.h"
 
 #include <cinttypes>
+#include <memory>
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/latent_levels.h"
 #include "ort/custom_op.h"
 #include "ort/session_threads.h"
 #include "ort/step_inputs.h"
@@ -29,9 +31,19 @@ struct Kernel {
   const Api* api;
   LayerParams p;
   std::vector<float> inv_freq;
-  int create(const KernelInfo* info) { return read_params(api, info, &p, &inv_freq); }
+  std::unique_ptr<DecoderLevels> levels;  // of a constant key_decode, with quantised latents
+  int create(const KernelInfo* info);
   int compute(KernelContext* context) const;
 };
+
+int Kernel::create(const KernelInfo* info) {
+  if (read_params(api, info, &p, &inv_freq)) return 1;
+  Tensor decode;
+  StepInputs unused = {};
+  if (!packs_latents(p) || read_constant(api, info, kKeyDecode, &decode) || view_decode(p, decode, &unused)) return 0;  // steps make them, or complain
+  levels = std::make_unique<DecoderLevels>(p, unused.key_decode);
+  return levels->view.numbers != nullptr ? 0 : fail("out of memory: there is none left for the decoder of latent keys");
+}
 
 int Kernel::compute(KernelContext* context) const {
   Tensor input[kAttentionInputs];
@@ -45,6 +57,7 @@ int Kernel::compute(KernelContext* context) const {
     return 1;
   if (view_latent(p, input[kKeyEncode], input[kKeyDecode], &in)) return 1;
   in.inv_freq = inv_freq.empty() ? nullptr : inv_freq.data();
+  in.levels = levels ? &levels->view : nullptr;
   if (const Tensor& slots = input[kSlots]; slots.data != nullptr) {
     in.scored = slots.rank == 4 && slots.dims[2] == 1 + p.q_heads / p.kv_heads;
     if ((slots.rank != 3 && !in.scored) || slots.dims[0] != p.kv_heads || slots.dims[1] != in.rows)
