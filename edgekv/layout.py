@@ -165,6 +165,11 @@ def record_bytes(params: Mapping) -> int:
     return _align(sum(record_parts(params)), 8 if params.get("latent", 0) else 16)
 
 
+def packs_latents(params: Mapping) -> bool:
+    """Whether latents are quantised, token by token."""
+    return is_selfindex(params) and params.get("latent", 0) > 0
+
+
 def latent_code_bytes(params: Mapping) -> int:
     """Bytes of the codes of a quantised latent."""
     return -(-params["latent"] // 16) * 8
