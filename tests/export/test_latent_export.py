@@ -66,7 +66,7 @@ def test_latent_keys_go_with_keep_rules_and_another_cache(tmp_path, policy, budg
 
 @pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
 @pytest.mark.parametrize("policy, budget", [
-    (CachePolicy(format="selfindex", element="fp32", boundary=32, value_bits=8, sinks=16), None),
+    (CachePolicy(format="selfindex", element="fp32", boundary=32, value_bits=8, sinks=0), None),
     (CachePolicy(keep="window", format="selfindex", element="fp32", boundary=32, value_bits=8), "64tok"),
 ])  # fmt: skip
 def test_latent_keys_go_into_a_compressed_cache(tmp_path, name, policy, budget):
@@ -82,7 +82,7 @@ def test_latent_keys_go_into_a_compressed_cache(tmp_path, name, policy, budget):
     again = replan.replan(dense, tmp_path / "again", policy, parse_budget(budget) if budget else None)
     np.testing.assert_array_equal(bundle_logits(again, ids), logits)
     if budget is None:
-        assert np.abs(logits - bundle_logits(dense, ids)).mean() < 0.05
+        assert np.abs(logits - bundle_logits(dense, ids)).mean() < 0.25
 
 
 def test_one_budget_is_spread_by_measured_divergence(tmp_path):

@@ -1,6 +1,7 @@
 """Quantised latents: a record per token for the keys of all kv heads, and a decoder of whole numbers that rebuilds keys from it.
 
-A rebuilt number is its mean, and for every group of 32 latents scale * step * (codes . levels) + zero * sum: products of codes of 4 bits and
+The first latents carry most; the Walsh-Hadamard transform spreads the numbers of a group over all of them before they are quantised, and its
+inverse is part of the decoder. A rebuilt number is its mean, and for every group of 32 latents scale * step * (codes . levels) + zero * sum: products of codes of 4 bits and
 levels of 8 bits are whole numbers, which every implementation adds up alike.
 """
 
@@ -11,18 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from edgekv.layout import GROUP
-from edgekv.reference.self_index.quantise import quantise
+from edgekv.reference.self_index.quantise import quantise, unbiased
+from edgekv.reference.self_index.transform import hadamard
 
 BITS = 4
 MOST_LEVEL = np.float32(127)
 
 
 class Levels(NamedTuple):
-    """A decoder [kv_heads, latent + 1, key_dim] in whole numbers, in groups of 32 rows, the last one filled up with zeros.
+    """A decoder [kv_heads, latent + 1, key_dim] in whole numbers, its rows spread as latents are, in groups of 32 rows, the last one filled up with zeros.
 
     numbers  int32 [kv_heads, groups, 32, key_dim], -127..127
     step     float32 [kv_heads, groups, key_dim], what a level stands for
-    sums     float32 [kv_heads, groups, key_dim], of the decoder's own numbers
+    sums     float32 [kv_heads, groups, key_dim], of the numbers themselves
     mean     float32 [kv_heads, key_dim]
     """
 
@@ -32,11 +34,16 @@ class Levels(NamedTuple):
     mean: np.ndarray
 
 
+def spread(x: np.ndarray) -> np.ndarray:
+    """x [..., latent], every group of 32 transformed by itself: float32 of the same shape."""
+    return np.concatenate([hadamard(x[..., at : at + GROUP]) for at in range(0, x.shape[-1], GROUP)], axis=-1)
+
+
 def levels_of(decoder: np.ndarray) -> Levels:
     """Every column of a group has a step of its own: its largest number becomes 127 or -127."""
     heads, rows, dim = decoder.shape
     padded = np.zeros((heads, -(-(rows - 1) // GROUP) * GROUP, dim), np.float32)
-    padded[:, : rows - 1] = decoder[:, :-1]
+    padded[:, : rows - 1] = np.swapaxes(spread(np.swapaxes(decoder[:, :-1], 1, 2)), 1, 2)
     groups = padded.reshape(heads, -1, GROUP, dim)
     step = np.abs(groups).max(2) / MOST_LEVEL
     numbers = np.rint(groups / np.where(step > 0, step, np.float32(1))[:, :, None])
@@ -47,7 +54,9 @@ def pack(latents: np.ndarray) -> np.ndarray:
     """Records uint8 [n, latent_bytes] of latents float32 [n, latent]: codes in runs of 16, byte j of which holds number j in its low and number
     8 + j in its high half, then the fp16 pairs (zero point, scale) of groups of 32."""
     n, count = latents.shape
-    codes, pairs = quantise(latents, BITS)
+    numbers = spread(latents)
+    codes, pairs = quantise(numbers, BITS)
+    pairs = unbiased(numbers, codes, pairs)
     codes = codes.reshape(n, -1)[:, : -(-count // 16) * 16].copy()
     codes[:, count:] = 0
     runs = codes.reshape(n, -1, 2, 8)
