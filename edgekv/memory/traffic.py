@@ -105,7 +105,11 @@ def step_traffic(
     if layout.keeps_scores(params):
         observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))
     numbers = rows * params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + observed * params["q_heads"] * params["key_dim"]
-    total["write_tail"] = numbers * element + rows * layout.latent_bytes(params)
+    encoded = rows
+    if layout.packs_latents(params):  # in sixteens of tail slots, when the last one has come, from the keys in the tail
+        encoded = ((first_tail + rows) // layout.LANES - first_tail // layout.LANES) * layout.LANES
+        total["read_tail_keys"] += encoded * params["kv_heads"] * params["key_dim"] * element
+    total["write_tail"] = numbers * element + encoded * layout.latent_bytes(params)
     return total
 
 

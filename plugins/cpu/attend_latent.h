@@ -25,7 +25,6 @@ inline void encode(const Step& s, int row) {
     const float *key = s.k.data + head * s.k.head_stride + row * s.k.row_stride, *mean = s.latent.decode + (int64_t(head + 1) * (p.latent + 1) - 1) * dim;
     for (int d = 0; d < dim; ++d) given[head * dim + d] = key[d] - mean[d];
   }
-  if (s.latent.made != nullptr) return project(given, s.latent.encode, all, p.latent, s.latent.made + int64_t(row) * p.latent);
   project(given, s.latent.encode, all, p.latent, z);
   auto put = [&](auto* plane) {
     using E = std::remove_pointer_t<decltype(plane)>;

@@ -77,6 +77,9 @@ struct Splits {
   }
 };
 
+// Sixteens of tail slots whose last one a step writes: it makes their quantised latents.
+int ended_runs(const Step& s) { return (s.first_tail + s.rows) / EDGEKV_LANES - s.first_tail / EDGEKV_LANES; }
+
 void count_traffic(const Step& s, const Loaded& loaded) {
   const LayerParams& p = s.params;
   uint64_t* traffic = s.state.header->traffic;
@@ -88,7 +91,9 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadBodyMeta] += loaded.body_meta;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
   const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) + (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
-  traffic[kWriteTail] += numbers * element_bytes(p) + uint64_t(s.rows) * latent_bytes(p);
+  const uint64_t encoded = packs_latents(p) ? uint64_t(ended_runs(s)) * EDGEKV_LANES : p.latent > 0 ? s.rows : 0;  // tokens
+  traffic[kWriteTail] += numbers * element_bytes(p) + encoded * latent_bytes(p);
+  if (packs_latents(p)) traffic[kReadTailKeys] += encoded * p.kv_heads * p.key_dim * element_bytes(p);
   traffic[kTrafficSteps] += 1;
 }
 
@@ -129,7 +134,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   if (packs_latents(params) && in.levels == nullptr) levels = std::make_unique<DecoderLevels>(params, in.key_decode);
   if (levels && levels->view.numbers == nullptr) return fail("out of memory: there is none left for the decoder of latent keys");
   if (params.latent > 0)
-    s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2), levels ? &levels->view : in.levels, nullptr};
+    s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2), levels ? &levels->view : in.levels};
   s.y = y;
   s.loaded = &loaded;
 
@@ -146,18 +151,16 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   const bool packed = params.format == kFormatSelfIndex;
   const int64_t query_floats = (heads * rows * params.key_dim + 15) / 16 * 16;
   const int64_t turned_floats = packed ? heads * rows * ((params.key_dim + 31) / 32 * 32) : 0;
-  const int64_t latent_floats = packs_latents(params) ? (int64_t(s.rows) * params.latent + 15) / 16 * 16 : 0;
   const int64_t bias_floats = s.slots != nullptr ? (heads * rows * (view.header->tail_base / params.tail_slots) + 15) / 16 * 16 : 0;
 
   Scratch scratch;
   float* memory = static_cast<float*>(scratch.reserve(
-      size_t(query_floats + turned_floats + bias_floats + latent_floats + kept_results * heads * rows * stride) * sizeof(float)));
+      size_t(query_floats + turned_floats + bias_floats + kept_results * heads * rows * stride) * sizeof(float)));
   if (memory == nullptr) return fail("out of memory: a step of %" PRId64 " rows needs more working memory than there is", in.rows);
   s.queries = memory;
   s.turned = s.queries + query_floats;
   s.bias = s.turned + turned_floats;
-  if (latent_floats > 0) s.latent.made = s.bias + bias_floats;
-  float* results = s.bias + bias_floats + latent_floats;
+  float* results = s.bias + bias_floats;
   auto result = [&](int64_t which, int64_t head, int64_t group) {
     return results + ((which * heads + head) * rows + group * group_rows) * stride;
   };
@@ -185,11 +188,22 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   const int64_t intervals = s.slots != nullptr && !s.scored && params.latent == 0 ? view.header->tail_base / params.tail_slots : 0;
   const bool long_preparation = in.rows >= 8 || heads * rows * intervals * params.key_dim >= kWorthThreads;
   (long_preparation ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
-  if (params.latent > 0)
-    (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) {
-      kernel.encode(s, int(row));
-      if (latent_floats > 0) pack_latent(params, s.latent.made + int64_t(row) * params.latent, view.tail_z + (s.first_tail + int64_t(row)) * int64_t(latent_record_bytes(params)));
+  if (params.latent > 0 && !packed) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
+  if (params.latent > 0 && packed) {
+    (in.rows >= 8 ? all : alone).each(size_t(ended_runs(s)), [&](size_t index) {
+      const int run = s.first_tail / EDGEKV_LANES + int(index);
+      const int64_t z_floats = EDGEKV_LANES * int64_t(params.latent);
+      Scratch own;
+      float* z = static_cast<float*>(own.reserve(size_t(z_floats + encoded_floats(params)) * sizeof(float)));
+      if (z == nullptr) {
+        exhausted = true;
+        return;
+      }
+      kernel.encode_run(s, run, z, z + z_floats);
+      for (int i = 0; i < EDGEKV_LANES; ++i)
+        pack_latent(params, z + int64_t(i) * params.latent, view.tail_z + (int64_t(run) * EDGEKV_LANES + i) * int64_t(latent_record_bytes(params)));
     });
+  }
 
   if (in_turn) {
     all.each(size_t(heads * groups), [&](size_t item) {

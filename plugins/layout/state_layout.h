@@ -24,7 +24,7 @@
 //   tail_k      elem  [kv_heads][tail_slots/16][key_dim][16]
 //   tail_v      elem  [kv_heads][tail_slots][value_dim]
 //   tail_z      elem  [tail_slots/16][latent][16]      what the body will hold of the tail's keys (latent, dense)
-//               uint8 [tail_slots][latent_record_bytes]  the same (latent, selfindex)
+//               uint8 [tail_slots][latent_record_bytes]  the same (latent, selfindex), of whole sixteens of tokens
 //   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy by attention only)
 //
 // A record of a selfindex body is, back to back: key magnitudes (4 * key_bits bytes per 32 numbers), value codes (4 * value_bits

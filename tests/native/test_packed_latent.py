@@ -66,10 +66,19 @@ class Lockstep(PackedRunner):
         self.cache.__dict__.pop("retrieved_slots", None)
         np.testing.assert_allclose(y, want, atol=self.tolerance)
         got = StateView(self.params, self.twin)
-        np.testing.assert_array_equal(got.tail_z, self.cache.state.tail_z)
+        self.compare_latents(got.tail_z, self.cache.state.tail_z)
         np.testing.assert_array_equal(got.tail_v, self.cache.state.tail_v)
         np.testing.assert_allclose(got.tail_k, self.cache.state.tail_k, atol=1e-5 if self.params["element"] == 0 else 4e-3)
         return want
+
+    def compare_latents(self, got, want):
+        """Keys that are turned back may differ in the last bit, and with it a code that lay between two."""
+        numbers = []
+        for records in (got, want):
+            codes, pairs = latents.unpack(records, self.params["latent"])
+            numbers.append((pairs[..., :1] + pairs[..., 1:] * codes, pairs[..., 1:]))
+        difference = np.abs(numbers[0][0] - numbers[1][0])
+        assert (difference <= 1.01 * np.maximum(numbers[0][1], numbers[1][1]) + 0.02).all() and (difference > 0.02).mean() < 0.01
 
     def compact(self):
         if self.params["keep"] == 0 and self.position > layout.held_tokens(self.params):
@@ -144,12 +153,16 @@ def test_rejected_rows_leave_the_hash_alone_and_every_plane_is_in_it():
     native_step(fields, maps, text, 19, 9, state)
     assert native.state_hash(fields, state, 19) == before
     view = StateView(params, state)
-    for plane, at in ((view.tail_z, (2, 1)), (view.body_z, (3, 5)), (view.payload, (1, 2, 3))):
+    for plane, at in ((view.body_z, (3, 5)), (view.payload, (1, 2, 3))):
         plane[at] ^= 1
         assert native.state_hash(fields, state, 19) != before
         plane[at] ^= 1
-    view.tail_z[3, 0] ^= 1  # a row that was rejected
+    view.tail_z[3, 0] ^= 1  # of tokens that are not all there yet
     assert native.state_hash(fields, state, 19) == before
+    native_step(fields, maps, text, 19, 13, state)
+    before = native.state_hash(fields, state, 32)
+    view.tail_z[3, 0] ^= 1
+    assert native.state_hash(fields, state, 32) != before
 
 
 @given(st.integers(1, 130), st.integers(0, 9))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from edgekv.layout import LANES, read_keys
 from edgekv.reference.latent import encode
 from edgekv.reference.rotary import rotate
 from edgekv.reference.self_index import latents
@@ -43,8 +44,15 @@ class LatentIndexCache(SelfIndexCache):
         first, where = position - self.tail_base, position + np.arange(len(q))
         turned = [self.rotated(x.transpose(1, 0, 2), where).transpose(1, 0, 2) for x in (q, k)]
         y = super().attend(*turned, v, position)
-        self.state.tail_z[first : first + len(q)] = latents.pack(encode(k, self.encoder, self.decoder))
+        for end in range(first // LANES * LANES + LANES, first + len(q) + 1, LANES):
+            self._encode(end - LANES, end)
         return y
+
+    def _encode(self, begin: int, end: int) -> None:
+        """Makes the latents of sixteen tail slots, whose last one has come, from the keys in the tail."""
+        keys = read_keys(self.state.tail_k, begin, end)
+        plain = self.rotated(keys, -(self.tail_base + np.arange(begin, end)))
+        self.state.tail_z[begin:end] = latents.pack(encode(plain.transpose(1, 0, 2), self.encoder, self.decoder))
 
     def compact(self, position: int) -> None:
         p, s = self.params, self.state
