@@ -26,7 +26,6 @@ HEAVY_OPTIONS = {"window": (None, 0), "score": (None,)} | ATTENTION_OPTIONS
 SELFINDEX_OPTIONS = ("key_bits", "value_bits", "retrieve", "rerank")
 SELFINDEX_SINKS = 64  # when the budget allows: the first tokens are cheap to keep in full and most attended
 DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK = 4, 4, "7.5%", 2  # docs/self_index.md has the figures behind them
-LATENT_RETRIEVE = "96"  # retrieve of latent keys, which are rebuilt for every token that is attended to (docs/thin_keys.md)
 
 
 def round_up(count: int, to: int) -> int:
@@ -51,8 +50,8 @@ class CachePolicy:
     format           dense: keys and values as they are; selfindex: compressed keys that are their own index
     key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 4)
     value_bits       bits per number of a compressed value, 2, 4 or 8 (selfindex; default 4)
-    retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%, of latent keys 96)
-    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2)
+    retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%)
+    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2, of latent keys 1)
     """
 
     keep: str = "full"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from edgekv import layout
 from edgekv.budget import Budget, format_bytes, parse_budget
-from edgekv.cache_policy import DEFAULT_SINKS, LATENT_RETRIEVE, CachePolicy, round_up
+from edgekv.cache_policy import DEFAULT_SINKS, CachePolicy, round_up
 from edgekv.errors import UserError
 from edgekv.geometry import LayerGeometry
 from edgekv.layout import INDEX_TOKENS, LANES, state_bytes
@@ -217,7 +217,7 @@ def _check_latent(policy: CachePolicy) -> CachePolicy:
         raise UserError("key bits are those of key magnitudes; latent keys in a compressed cache have none, and are stored in 4 bits.")
     if policy.rerank not in (None, 1):
         raise UserError("latent keys are chosen by their sign codes alone: rerank must be 1 with them.")
-    return dataclasses.replace(policy, rerank=1, retrieve=policy.retrieve or LATENT_RETRIEVE)
+    return dataclasses.replace(policy, rerank=1)
 
 
 def _most_held(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:

@@ -5,7 +5,7 @@
 //          head_dim read head_dim for key_dim.
 //          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim]
 //          7 slots int32 [kv_heads, T, k] or with scores, what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or
-//          empty: all
+//          empty: all, or with attribute latent what the op finds itself, as its state's header says
 //          8 query_map and 9 key_map float32 [q_heads or kv_heads, head_dim, key_dim] with attribute head_dim, else absent
 //          10 key_encode float32 [kv_heads * key_dim, latent] and 11 key_decode [kv_heads, latent + 1, key_dim], the last row of a head its
 //          mean key, with attribute latent, else absent
@@ -18,7 +18,10 @@
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/error.h"
 #include "cpu/latent_levels.h"
+#include "cpu/scratch.h"
+#include "cpu/state.h"
 #include "ort/custom_op.h"
 #include "ort/session_threads.h"
 #include "ort/step_inputs.h"
@@ -71,6 +74,17 @@ int Kernel::compute(KernelContext* context) const {
   void* y;
   if (make_step_outputs(api, context, p, state, in.rows, &y)) return 1;
   SessionThreads threads(api, context);
+  Scratch found;
+  if (packs_latents(p) && in.slots == nullptr) {  // no scores are handed over, so a node of its own would only cost its call
+    if (check_state(p, state.data, state.size(), in.position)) return 1;
+    in.chosen = retrieved_slots(p, state.data);
+    if (in.chosen > 0) {
+      int32_t* slots = static_cast<int32_t*>(found.reserve(size_t(p.kv_heads * in.rows * in.chosen) * sizeof(int32_t)));
+      if (slots == nullptr) return fail("out of memory: there is none left for what a compressed body is searched for");
+      if (retrieve_step(p, in, state.data, state.size(), slots, threads)) return 1;
+      in.slots = slots;
+    }
+  }
   return attend_step(p, in, state.data, state.size(), static_cast<float*>(y), threads);
 }
 
