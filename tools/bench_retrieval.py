@@ -132,7 +132,7 @@ def measure(args) -> dict:
     def session(params, states, nodes):
         return Session(params, states, nodes, rows, depth, args.threads)
 
-    # One for each shape of the slots: after a second ranking they come with their scores.
+    # One for each shape of the slots.
     scanning, searching, ranking = (session(packed, small, lambda i, f: [choose_node(i, f)]) for _ in range(3))
     both = session(packed, small, lambda i, f: [choose_node(i, f), attend_node(i, f, True)])
 

@@ -115,12 +115,11 @@ class Read:
 
 
 def decode(loaded, read: Read, decoder, count: int, ends: set[int], result: Result) -> list[int]:
-    """Up to `count` tokens behind the prompt; adds to `result` what came after the prompt was read."""
+    """Up to `count` tokens behind the prompt; adds to `result` what came after the target had read the prompt: a drafter reads, too."""
     session, sampler = read.into(loaded), Sampler(SamplingOptions(), loaded.vocab)
-    produced = decoder(session, sampler, read.logits)
-    first = next(produced)
     start, before = time.perf_counter(), time.process_time()
-    tokens = [first, *itertools.takewhile(lambda token: token not in ends, itertools.islice(produced, count - 1))]
+    produced = decoder(session, sampler, read.logits)
+    tokens = [next(produced), *itertools.takewhile(lambda token: token not in ends, itertools.islice(produced, count - 1))]
     result.seconds += time.perf_counter() - start
     result.cpu_seconds += time.process_time() - before
     result.tokens += len(tokens) - 1
@@ -175,6 +174,8 @@ def main() -> None:
                 read.append(Read.of(alone, text))
             wanted = decode(alone, read[index], plain, arguments.tokens, ends, times["plain"][repeat])
             for way in ways:
+                if choice.bundle:
+                    drafter._credit = 0  # each way has to earn the reading of its prompts
                 tokens = decode(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
                 differing[way] += tokens != wanted
             if sys.stderr.isatty():

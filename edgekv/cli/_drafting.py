@@ -64,7 +64,7 @@ class Drafting:
         """What drafting did; None without a drafter."""
         from edgekv.generation.speculation_report import SpeculationReport
 
-        return SpeculationReport.of(self.decoder, self._target.weight_bytes, self.gamma) if self._drafter else None
+        return SpeculationReport.of(self.decoder, self._target.weight_bytes, self.gamma, self._choice.name) if self._drafter else None
 
     def close(self) -> None:
         if self._drafter:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from edgekv.cli import _common, _traffic
+from edgekv.cli import INTERRUPTED, _common, _traffic
 from edgekv.cli._drafting import Drafting, byte_limit
 from edgekv.errors import UserError
 from edgekv.retrieval import parse_retrieval
@@ -85,8 +85,8 @@ def command(
 ) -> None:
     """Generate text from BUNDLE.
 
-    The prompt comes from --prompt, --prompt-file or standard input. The report goes to standard error. With --chat, Ctrl-C
-    ends an answer, and Ctrl-D or /exit the conversation; /reset starts a new one.
+    The prompt comes from --prompt, --prompt-file or standard input. The report goes to standard error. Ctrl-C ends an answer (exit code 130
+    without --chat). With --chat, Ctrl-D or /exit ends the conversation; /reset starts a new one.
     """
     if prompt is not None and prompt_file is not None:
         raise UserError("--prompt and --prompt-file exclude each other; give one of them.")
@@ -246,6 +246,8 @@ class _Completion(_Run):
         if self.options.compare and "interrupted" not in (undrafted.finish_reason, self.answers[0].finish_reason):
             self.comparison = Comparison.of(undrafted, self.answers[0], sampler.options.greedy)
         self.finish(session, sampler)
+        if self.answers[0].finish_reason == "interrupted":
+            raise click.exceptions.Exit(INTERRUPTED)
 
 
 class _Chat(_Run):

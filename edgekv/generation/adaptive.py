@@ -29,11 +29,11 @@ _PLAIN_FIRST = 2  # plain steps before the first draft
 _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
-_TRIAL_START = 4.0  # tokens that they may lose at the start
+_TRIAL_START = 2.0  # tokens that they may lose at the start
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
-_LONG = 16  # tokens to read from which on it tells what reading one costs
-_READING = 0.05  # cost of a token that has to be read, of a law's, that is assumed until it was measured
+_LONG = 4  # tokens to read from which on it tells what reading one costs
+_READING = 0.25  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
 
 class FixedLength:
@@ -81,6 +81,7 @@ class AdaptiveLength:
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
         self._dearest = 0.0  # largest cost of a law so far
+        self._guess = 0.0  # of a first law, as long as there was none without reading
         self.start(0)
 
     # ---- what is known
@@ -112,12 +113,15 @@ class AdaptiveLength:
         """Begins a round of at most `room` drafted tokens."""
         # the first steps of all measure plain decoding, against which everything is judged
         self._room = min(room, self.most) if self.steps.samples(1) >= _PLAIN_FIRST else 0
+        unknown = self.first_law.samples == 0
+        if unknown:  # what a law costs is not known yet: one token tells
+            self._room = min(self._room, 1)
         self._count = self._grade = 0
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
         self._law_usual: float | None = 0.0  # what these laws usually take; None: not known yet
-        self._in_law = self._trial = False
+        self._in_law, self._trial = False, unknown
 
     def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
@@ -125,7 +129,7 @@ class AdaptiveLength:
         self._behind = 0 if self._count else behind
         cost = self._law_cost()
         self._dearest = max(self._dearest, cost)
-        wanted = cost * self.rate < _FREE or self._pays(self._gain(None))
+        wanted = cost * self.rate < _FREE or self._pays(self._gain(None, cost))
         if wanted:
             self._law_started, self._in_law = self._clock(), True
         return wanted
@@ -175,6 +179,7 @@ class AdaptiveLength:
         self._law_seconds += seconds
         if self._behind:  # the pace cannot be told from it: how long reading takes depends on the size of its blocks
             self._law_usual = None
+            self._guess = seconds / self.pace.factor / (1.0 + _READING * self._behind)
             if law.samples and self._behind >= _LONG:  # a few tokens more cost a lot each, and many of them little
                 self.reading.record(max(seconds / self.pace.factor - law.seconds, 0.0) / self._behind)
         else:
@@ -187,6 +192,8 @@ class AdaptiveLength:
 
         So one slow sample cannot end long drafts for good: they are what would bring the next samples.
         """
+        if self.next_law.samples == 0:
+            return self.first_law.seconds
         known = self.next_law.samples >= _FEW
         return self.next_law.seconds if known else min(self.next_law.seconds, self.first_law.seconds)
 
@@ -194,17 +201,18 @@ class AdaptiveLength:
         """Seconds of the law that would be next."""
         if self._count:
             return self._next_law()
-        each = self.reading.seconds if self.reading.samples else _READING * self.first_law.seconds
-        return self.first_law.seconds + self._behind * each
+        law = self.first_law.seconds if self.first_law.samples else self._guess
+        each = self.reading.seconds if self.reading.samples else _READING * law
+        return law + self._behind * each
 
-    def _gain(self, acceptance: float | None) -> float:
+    def _gain(self, acceptance: float | None, cost: float = 0.0) -> float:
         """Largest expected gain, in tokens, of drafting one or more further tokens.
 
-        acceptance  of the next one when its law is known; None: it still has to be paid for
+        acceptance  of the next one when its law is known; None: it still has to be paid for, `cost` seconds
         """
         rate, steps, count = self.rate, self.steps.seconds, self._count
         law = rate * self._next_law()
-        spent = 0.0 if acceptance is not None else rate * self._law_cost()
+        spent = rate * cost
         after = self._after[self._grade] if count or acceptance is not None else self._first
         reach, gained, best = self._reach, 0.0, -float("inf")
         for place in range(count, min(count + _LOOK_AHEAD, self._room)):

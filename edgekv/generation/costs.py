@@ -14,6 +14,7 @@ _PACE = 0.25  # the same, for the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
 _LINE = 2  # samples that the line through all numbers of rows counts for
 _MOST_IN_LINE = 8  # most samples that one of them counts for in it
+_STALE = 0.01  # change of the time of one row below which the table stays as it is
 _FIRST_SLOPE = 0.35  # cost of a second row, of one row's, that is assumed until it was measured
 
 
@@ -60,6 +61,7 @@ class StepCosts:
 
     def __init__(self, most: int):
         self._durations = [Duration() for _ in range(most + 1)]
+        self._filled_one = 0.0  # time of one row when the table was made
         self.seconds = [0.0] * (most + 1)
         """Estimate for every number of rows, index 0 unused; zeros before the first sample. Never falls as rows are added."""
 
@@ -70,8 +72,12 @@ class StepCosts:
         return self._durations[rows].known
 
     def record(self, rows: int, seconds: float) -> None:
-        self._durations[rows].record(seconds)
-        self._fill()
+        duration = self._durations[rows]
+        duration.record(seconds)
+        # making the table takes longer than all else between two plain steps
+        if rows > 1 or duration.samples <= _MOST_IN_LINE or abs(duration.seconds - self._filled_one) > _STALE * self._filled_one:
+            self._fill()
+            self._filled_one = self._durations[1].seconds
 
     def _fill(self) -> None:
         """Makes the table from what was measured: few samples of one kind count little against the line through all kinds."""

@@ -18,15 +18,16 @@ _FIRST_ROW = np.zeros(1, np.int64)
 
 
 class Decoder(Protocol):
-    def __call__(self, session: Session, sampler: Sampler, logits: np.ndarray) -> Iterator[int]:
+    def __call__(self, session: Session, sampler: Sampler, logits: np.ndarray, most: int | None = None) -> Iterator[int]:
         """Yields tokens after the committed text; `logits` float32 [vocab] belong to its last token.
 
-        Ends by itself only when the cache is full.
+        Ends by itself only when the cache is full. `most` tokens will be asked for at most (None: any number), so that nothing needs to be
+        computed for later ones.
         """
         ...
 
 
-def plain(session: Session, sampler: Sampler, logits: np.ndarray) -> Iterator[int]:
+def plain(session: Session, sampler: Sampler, logits: np.ndarray, most: int | None = None) -> Iterator[int]:
     """One token per step."""
     block = np.empty(1, np.int64)
     while True:

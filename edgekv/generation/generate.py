@@ -106,7 +106,7 @@ def generate(
     logits = session.feed(prompt, interrupted, progress, foresee=True)
     answer.prompt_tokens = len(prompt)
     answer.fed = session.position - first
-    produced = decoder(session, sampler, logits) if logits is not None else None  # a drafter reads the prompt here
+    produced = decoder(session, sampler, logits, max_tokens) if logits is not None else None
     answer.prefill_seconds = clock() - start
     if produced is None:
         answer.finish_reason = "interrupted"

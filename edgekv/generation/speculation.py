@@ -13,6 +13,7 @@ arithmetic of a step may round differently for blocks of different sizes, as wit
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 from edgekv.generation.drafters import Drafter, Length
 from edgekv.generation.sampling import Sampler
 from edgekv.generation.session import Session
-from edgekv.generation.speculation_rule import AcceptanceRule
+from edgekv.generation.speculation_rule import AcceptanceRule, Verdict
 
 
 class LengthControl(Length, Protocol):
@@ -48,7 +49,7 @@ class Tally:
     draft_steps      steps of the drafter's model meanwhile
     tried            drafted tokens that were judged: all up to the first rejected one of each draft
     lengths          rounds by number of drafted tokens; 0 is a plain step
-    reading_seconds  of the drafter with prompts
+    reading_seconds  of the drafter with the text, beside the drafts
     """
 
     steps: int = 0
@@ -76,18 +77,23 @@ class Speculation:
         self.tally = Tally()
         self._rule = AcceptanceRule(vocab)
 
-    def __call__(self, session: Session, sampler: Sampler, logits: np.ndarray) -> Iterator[int]:
-        """Reads the prompt with the drafter, then yields tokens; `logits` float32 [vocab] belong to the last committed token."""
-        start = time.perf_counter()
+    def __call__(self, session: Session, sampler: Sampler, logits: np.ndarray, most: int | None = None) -> Iterator[int]:
+        """Lets the drafter see the prompt, then yields tokens; `logits` float32 [vocab] belong to the last committed token."""
         first = sampler.sample(logits)  # before the drafter runs: `self` may share the buffer of the logits
-        self.drafter.follow(session.tokens)
-        self.tally.reading_seconds += time.perf_counter() - start
-        return self._rounds(session, sampler, first)
+        self._follow(session, anew=True)
+        return self._rounds(session, sampler, first, math.inf if most is None else most - 1)
 
-    def _rounds(self, session: Session, sampler: Sampler, token: int) -> Iterator[int]:
+    def _follow(self, session: Session, anew: bool = False) -> None:
+        start = time.perf_counter()
+        self.drafter.follow(session.tokens, anew)
+        self.tally.reading_seconds += time.perf_counter() - start
+
+    def _rounds(self, session: Session, sampler: Sampler, token: int, most: float) -> Iterator[int]:
         yield token
         while session.room >= 1:
-            block, accepted, token = self._round(session, sampler, token)
+            self._follow(session)
+            block, accepted, token = self._round(session, sampler, token, most)
+            most -= accepted + 1
             taken = 0
             try:
                 for emitted in (*block[1 : accepted + 1], token):
@@ -98,19 +104,22 @@ class Speculation:
                 self.tally.emitted += taken
                 session.commit(taken)
 
-    def _round(self, session: Session, sampler: Sampler, pending: int) -> tuple[list[int], int, int]:
-        """Drafts and verifies; returns the block, how many of its drafted tokens stand, and the token behind them."""
+    def _round(self, session: Session, sampler: Sampler, pending: int, most: float) -> tuple[list[int], int, int]:
+        """Drafts and verifies, for at most `most` tokens; returns the block, how many of its drafted tokens stand, and the token behind them."""
         tally, clock = self.tally, time.perf_counter
         begun, steps = clock(), self.drafter.steps
-        self.length.start(min(session.room, session.engine.max_rows) - 1)
+        self.length.start(int(min(session.room, session.engine.max_rows, max(most, 1))) - 1)
         draft = self.drafter.draft(session.tokens, pending, self.length, sampler)
         drafted = clock()
         block = [pending, *draft.tokens]
         rows = session.step(block)
         verified = clock()
-        verdict = self._rule.verify(
-            draft.tokens, draft.laws, lambda row: sampler.candidates(rows[row], block[1 : row + 1]), sampler
-        )
+        if draft.tokens:
+            verdict = self._rule.verify(
+                draft.tokens, draft.laws, lambda row: sampler.candidates(rows[row], block[1 : row + 1]), sampler
+            )
+        else:  # what the rule does with no tokens, in less time
+            verdict = Verdict(0, sampler.sample(rows[0]))
         judged = clock()
         self.length.finish(draft.grades, verdict.accepted, judged - begun)
         count = len(draft.tokens)

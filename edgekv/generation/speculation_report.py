@@ -14,13 +14,15 @@ from edgekv.generation.speculation import Speculation
 class SpeculationReport:
     """Figures of one run, all measured or counted; None where nothing was drafted. Bytes and seconds.
 
+    drafter                  as it was asked for: ngram, self, or the folder of a bundle
+    failure                  why it broke down, None if it did not; from then on decoding was plain
     gamma                    fixed length of drafts, None when chosen while running
     target_steps             steps of the target after the prompt; plain decoding takes one per token
     tokens_per_target_step   emitted tokens of one step, all steps counted
     drafting_steps           steps with a draft; the others were plain, because nothing was proposed or it would not have paid
     drafted_tokens           proposed; accepted_tokens of them stand
     acceptance_rate          share of judged tokens (all up to the first rejected one of each draft) that stand
-    reading_seconds          the draft's time with the prompts, part of prefill
+    reading_seconds          the draft's time with the text, beside drafting
     draft, verify, sampling  seconds of decoding; compaction is reported for the whole run
     target_weight_bytes_per_token, draft_weight_bytes_per_token
                              weights read in decoding, by emitted token; plain decoding reads plain_weight_bytes_per_token
@@ -29,6 +31,7 @@ class SpeculationReport:
     """
 
     drafter: str
+    failure: str | None
     gamma: int | None
     target_steps: int
     tokens_per_target_step: float | None
@@ -47,14 +50,15 @@ class SpeculationReport:
     draft_kv_bytes: int
 
     @classmethod
-    def of(cls, speculation: Speculation, weight_bytes: int, gamma: int | None) -> SpeculationReport:
-        """weight_bytes of the target: those that one step reads."""
+    def of(cls, speculation: Speculation, weight_bytes: int, gamma: int | None, name: str | None = None) -> SpeculationReport:
+        """weight_bytes of the target: those that one step reads; name of the drafter, if not its kind's."""
         tally, drafter = speculation.tally, speculation.drafter
         own = drafter.name == "self"  # drafting with the target's weights reads the target's weights
         read = weight_bytes * tally.steps + (drafter.weight_bytes * tally.draft_steps if own else 0)
         per_token = _ratio(read, tally.emitted)
         return cls(
-            drafter=drafter.name,
+            drafter=name or drafter.name,
+            failure=drafter.failure,
             gamma=gamma,
             target_steps=tally.steps,
             tokens_per_target_step=_ratio(tally.emitted, tally.steps),
@@ -82,12 +86,14 @@ class SpeculationReport:
             return [f"draft     {self.drafter}: nothing was generated"]
         length = "adaptive length" if self.gamma is None else f"length {self.gamma}"
         rate = f", {self.acceptance_rate:.0%} of those judged" if self.acceptance_rate is not None else ""
+        broken = [f"          broke down ({self.failure}); the target went on alone"] if self.failure else []
         return [
             f"draft     {self.drafter}, {length}: {self.drafted_tokens} tokens drafted, {self.accepted_tokens} accepted{rate}",
+            *broken,
             f"steps     {self.target_steps} of the target, {self.tokens_per_target_step:.2f} tokens each; "
             f"{self.drafting_steps} with a draft, {self.target_steps - self.drafting_steps} plain",
             f"time      draft {self.draft_seconds:.2f} s, verify {self.verify_seconds:.2f} s, sampling {self.sampling_seconds:.2f} s"
-            + (f"; reading the prompt {self.reading_seconds:.2f} s" if self.reading_seconds >= 0.005 else ""),
+            + (f"; reading the text {self.reading_seconds:.2f} s" if self.reading_seconds >= 0.005 else ""),
             f"weights   {self.target_weight_bytes_per_token / 1e6:.1f} MB of the target read per token, "
             f"{self.plain_weight_bytes_per_token / 1e6:.1f} MB without drafts ({self.weight_traffic_cut:.2f}x)",
         ]

@@ -46,14 +46,14 @@ class StepBytes:
 
 def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, position: int, decode_on: str = "gpu") -> StepBytes:
     """Bytes of the decode step that follows `position` tokens, from the static formulas. weights: as weights.streams gives them.
-    decode_on: gpu or cpu, where a second ranking hands the scores of what it chose over and attention does not read those keys again."""
+    decode_on: gpu or cpu, where the retrieval hands the scores of what it chose over and attention does not read those keys again."""
     reads = index = writes = 0
     policy = cache.policy
     for params in cache.layers:
         shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
         retrieve = parse_retrieval(policy.retrieve).resolve(committed(params, position)[1]) if layout.is_selfindex(params) else 0
         rerank = policy.rerank or 1
-        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, rerank, decode_on == "cpu" and rerank > 1)
+        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, rerank, decode_on == "cpu")
         index += traffic["read_body_index"]
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]

@@ -2,7 +2,7 @@
 
 While rows attend to everything, each pass over the body unpacks every visible token once. Rows that retrieve scan the codes of
 all they may see, rank `rerank` candidates per wanted token by their stored keys, and then read the records of the winners, or their values
-alone where the ranking hands its scores over.
+alone where the retrieval hands scores over.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PackedBody:
                 self._read(end - first, means=loaded)
 
     def chosen(self, oldest: int, retrieve: int, rerank: int, passes: int, scored: bool) -> None:
-        """One row: it sees tokens after position `oldest`; its query heads attend in `passes`. scored: a second ranking hands over the scores
-        of the winners, and attention reads their values alone."""
+        """One row: it sees tokens after position `oldest`; its query heads attend in `passes`. scored: the retrieval hands over the
+        scores of the winners, and attention reads their values alone."""
         low = bisect_right(self.positions, oldest)
         visible = len(self.positions) - low
         wanted = min(retrieve, visible)

@@ -60,7 +60,7 @@ def step_traffic(
     body, where what is visible depends on the text; default: the positions that full and window keep. hidden: body slots that
     the step leaves out (drafting with a part of the cache), as in the state's header. retrieve, rerank: as in the header too,
     for compressed bodies; where what heavy keeps is not told, its newest tokens stand for it. scored: the retrieval hands scores over, as
-    ONNX Runtime's op does after a second ranking.
+    the op for ONNX Runtime on a CPU does.
     """
     tail_base, count = committed(params, position)
     group, window = params["q_heads"] // params["kv_heads"], params["sliding_window"]

@@ -85,7 +85,7 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
   int listed = s.chosen;
   while (listed > 0 && slots[listed - 1] < 0) --listed;
   if (end > listed) end = listed;
-  if (begin == 0) fetch_first(b, slots, listed);  // those of later splits have been asked for by the one before
+  if (begin == 0) fetch_first(b, slots, listed, !s.scored);  // those of later splits have been asked for by the one before
   WholeQuery whole[kRowBlocks * kRowBlock];
   for (int r = 0; r < rows; ++r) {
     if (!s.scored) whole[r] = whole_query(s.turned + (at_row + r) * dim, dim, score_factor(p), levels + r * dim);

@@ -163,7 +163,7 @@ inline void attend_chosen_latent(const Step& s, const PackedBody& b, int head, i
   if (end > listed) end = listed;
   LatentKeys latents(s, head);
   for (int i = begin; i < end && i < begin + kLatentsAhead; ++i) latents.fetch(slots[i]);
-  for (int i = begin; i < end && i < begin + kTile; ++i) b.fetch(slots[i]);
+  fetch_first(b, slots + begin, end - begin, false);
   for (int r = 0; r < rows; ++r) {
     std::memset(sums + r * sums_stride, 0, size_t(width + kLanes) * sizeof(float));
     sums[r * sums_stride + width + kLanes] = kNothing;

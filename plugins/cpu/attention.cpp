@@ -207,8 +207,8 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
 
   if (in_turn) {
     all.each(size_t(heads * groups), [&](size_t item) {
-      // The last rows see most slots and take longest: they go first.
-      const int64_t head = int64_t(item) % heads, group = groups - 1 - int64_t(item) / heads;
+      // The last rows see most slots and take longest: they go first. So do the last heads, whose records a retrieval has just read.
+      const int64_t head = heads - 1 - int64_t(item) % heads, group = groups - 1 - int64_t(item) / heads;
       const int first = int(group * group_rows), count = rows_of(group);
       float *sum = result(0, head, group), *part = result(1, head, group);
       for (int i = 0; i < splits.count; ++i) {

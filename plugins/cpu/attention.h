@@ -42,7 +42,4 @@ int64_t retrieved_slots(const LayerParams& params, const void* state);
 // With in.scored each row's slots are followed by their scores, which a step with the same q at the same position need not find again.
 int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel);
 
-// Whether those scores are worth the room: a second ranking finds them anyway. The state must have passed check_state.
-bool scores_slots(const LayerParams& params, const void* state);
-
 }  // namespace edgekv

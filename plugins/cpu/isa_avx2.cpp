@@ -14,6 +14,7 @@
 #include "cpu/latent_runs.h"
 #include "cpu/latent_dots_avx2.h"
 #include "cpu/attend_packed_latent.h"
+#include "cpu/keep_best_any.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
 #include "cpu/products.h"

@@ -46,7 +46,7 @@ inline void key_dots(const PickedSlots& t, const int8_t* queries, const WholeQue
   alignas(64) int8_t key[1024];
   uint8_t signs[128];
   for (int i = 0; i < t.count; ++i) {
-    t.fetch_next(i);
+    t.fetch_key_and_codes(i);
     gather_signs(t.body.index, t.body.key_dim / 4, t.slots + i, 1, signs, 4 * t.body.key_groups());
     largest[i] = t.body.key_bits == 2 ? whole_key<2>(t.body, t.record(i), signs, key) : whole_key<4>(t.body, t.record(i), signs, key);
     for (int g = 0; g < group; ++g) {

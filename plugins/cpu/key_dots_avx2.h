@@ -177,7 +177,7 @@ inline void dots_of_heads(const PickedSlots& t, const int8_t* queries, const Who
       __m256i two[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        t.fetch_next(first + i + j);
+        t.fetch_key_and_codes(first + i + j);
         two[j] = dots_of_key<R, kBits, kGroups>(record[i + j], tables + (i + j) * width, signs + (i + j) * sign_width, queries, dim);
       }
       auto join = [&](__m256i a, __m256i b) {

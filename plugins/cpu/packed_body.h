@@ -39,16 +39,28 @@ struct PackedBody {
   uint64_t sign_bytes() const { return uint64_t(key_dim / 4 + 1) / 2; }
   // Codes of the 32 tokens from `slot`, a multiple of 32.
   const uint8_t* codes(int slot) const { return index + int64_t(slot) / EDGEKV_INDEX_TOKENS * (key_dim / 4) * 16; }
-  // Asks for a record that is needed soon: records are picked here and there, where no processor foresees them.
-  __attribute__((always_inline)) void fetch(int slot) const {  // else GCC takes a call that only prefetches for one without effect
-    const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
-    __builtin_prefetch(at, 0, 3);
-    __builtin_prefetch(at + record.bytes - 1, 0, 3);
+  // Ask for the key or the value of a record that is needed soon: records are picked here and there, where no processor foresees them.
+  // Always inlined, or GCC takes a call that only prefetches for one without effect.
+  __attribute__((always_inline)) void fetch_key(int slot) const {
+    fetch_part(slot, 0, record.values);
+    fetch_part(slot, record.key_pairs, record.value_pairs);
+  }
+  __attribute__((always_inline)) void fetch_value_codes(int slot) const { fetch_part(slot, record.values, record.key_pairs); }
+  __attribute__((always_inline)) void fetch_value_pairs(int slot) const { fetch_part(slot, record.value_pairs, record.bytes); }
+  __attribute__((always_inline)) void fetch_value(int slot) const {
+    fetch_value_codes(slot);
+    fetch_value_pairs(slot);
   }
   // Asks for the codes of a slot's block.
   __attribute__((always_inline)) void fetch_codes(int slot) const {
     const uint8_t* at = codes(slot);
     for (int i = 0; i < 4 * key_dim; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+  // Bytes [from, to) of a record, which lie in two lines at most but for values of 8 bits.
+  __attribute__((always_inline)) void fetch_part(int slot, size_t from, size_t to) const {
+    const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
+    if (to - from > 16) __builtin_prefetch(at + from, 0, 3);
+    __builtin_prefetch(at + to - 1, 0, 3);
   }
   // Which mean key a position's token was coded against; in range whatever a damaged state holds.
   int interval_of(int32_t position) const {

@@ -18,7 +18,6 @@ struct Picked : PickedSlots {
   Picked(const PickedSlots& t, float* memory) : PickedSlots(t), pairs(memory) {
     const int width = int(pair_floats(body.value_dim));
     for (int i = 0; i < count; ++i) {
-      fetch_record(i);
       // What is read behind the last pair of a record is the next record or the next plane.
       const uint16_t* from = reinterpret_cast<const uint16_t*>(record(i) + body.record.value_pairs);
       for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, load(from + n));
@@ -43,17 +42,23 @@ inline void order_values(int bits, const float* in, int dim, float* out) {
 
 // Adds the weighted values of picked tokens to G groups of 32 numbers, from group `first` on, of R rows: sums [R][sums_stride] in the order
 // in which value_group hands numbers over, weights [R][kTile].
+// With `ahead` it asks for the records of the next tile on the way.
 template <int R, int G, int kBits>
-inline void add_picked(const Picked& t, int first, const float* weights, float* sums, int64_t sums_stride) {
+inline void add_picked(const Picked& t, int first, const float* weights, float* sums, int64_t sums_stride, bool ahead) {
   const PackedBody& b = t.body;
   const int width = int(pair_floats(b.value_dim));
   const size_t codes = b.record.values + size_t(4) * kBits * first;
   const float* pair = t.pairs + 2 * first;
+  const bool codes_ahead = ahead && first == 0, pairs_ahead = ahead && first + G >= b.value_groups();
   Vec sum[R][2 * G];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2 * G; ++n) sum[r][n] = load(sums + r * sums_stride + 32 * first + 16 * n);
   for (int i = 0; i < t.count; ++i) {
     const uint8_t* record = t.record(i) + codes;
+    if (i + kTile < t.listed) {
+      if (codes_ahead) b.fetch_value_codes(t.slots[i + kTile]);
+      if (pairs_ahead) b.fetch_value_pairs(t.slots[i + kTile]);
+    }
     Vec value[2 * G];
     for (int g = 0; g < G; ++g) value_group<kBits>(record + 4 * kBits * g, pair + i * width + 2 * g, value + 2 * g);
     for (int r = 0; r < R; ++r) {
@@ -66,11 +71,11 @@ inline void add_picked(const Picked& t, int first, const float* weights, float* 
 }
 
 template <int R, int kBits>
-inline void add_picked_groups(const Picked& t, const float* weights, float* sums, int64_t stride) {
+inline void add_picked_groups(const Picked& t, const float* weights, float* sums, int64_t stride, bool ahead) {
   constexpr int kGroups = R * 4 <= kAccumulators ? 2 : 1;
   int g = 0;
-  for (; g + kGroups <= t.body.value_groups(); g += kGroups) add_picked<R, kGroups, kBits>(t, g, weights, sums, stride);
-  if (g < t.body.value_groups()) add_picked<R, 1, kBits>(t, g, weights, sums, stride);
+  for (; g + kGroups <= t.body.value_groups(); g += kGroups) add_picked<R, kGroups, kBits>(t, g, weights, sums, stride, ahead);
+  if (g < t.body.value_groups()) add_picked<R, 1, kBits>(t, g, weights, sums, stride, ahead);
 }
 
 template <int kBits>
@@ -79,10 +84,10 @@ inline void add_picked_rows(const Picked& t, int rows, const float* weights, flo
     const float* w = weights + r * kTile;
     float* to = sums + r * stride;
     switch (rows - r) {
-      case 1: add_picked_groups<1, kBits>(t, w, to, stride); break;
-      case 2: add_picked_groups<2, kBits>(t, w, to, stride); break;
-      case 3: add_picked_groups<3, kBits>(t, w, to, stride); break;
-      default: add_picked_groups<4, kBits>(t, w, to, stride);
+      case 1: add_picked_groups<1, kBits>(t, w, to, stride, r == 0); break;
+      case 2: add_picked_groups<2, kBits>(t, w, to, stride, r == 0); break;
+      case 3: add_picked_groups<3, kBits>(t, w, to, stride, r == 0); break;
+      default: add_picked_groups<4, kBits>(t, w, to, stride, r == 0);
     }
   }
 }
@@ -106,7 +111,10 @@ inline void add_values_of(const Picked& t, int rows, const float* weights, float
     }
   }
   const int value_stride = packed_stride(t.body.value_dim);
-  for (int i = 0; i < t.count; ++i) unpack_value(t.body, t.slots[i], values + i * value_stride);
+  for (int i = 0; i < t.count; ++i) {
+    t.fetch_value(i);
+    unpack_value(t.body, t.slots[i], values + i * value_stride);
+  }
   for (int r = 0; r < rows; r += kRowBlock)
     add_chosen<kRowBlock>(rows - r < kRowBlock ? rows - r : kRowBlock, values, value_stride, value_stride, t.count, weights + r * kTile,
                           sums + int64_t(r) * stride, stride);

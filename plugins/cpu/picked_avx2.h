@@ -56,7 +56,7 @@ struct Picked : PickedSlots {
 
   Picked(const PickedSlots& t, float* memory) : PickedSlots(t), value_entry(entry_bytes(body.value_bits)), values(reinterpret_cast<uint8_t*>(memory)) {
     for (int i = 0; i < count; ++i) {
-      fetch_record(i);
+      fetch_value(i);
       const uint8_t* from = record(i);
       write(body.value_bits, from + body.record.values, from + body.record.value_pairs, body.value_groups(), values + i * value_entry, int64_t(kTile) * value_entry);
     }

@@ -76,20 +76,15 @@ inline WholeQuery whole_query(const float* x, int stride, float factor, int8_t* 
 inline void scores_of_products(const PickedSlots& t, const WholeQuery* queries, int group, const float* largest, const float* means, float* x,
                                int64_t stride) {
   const int intervals = t.body.intervals;
-  int32_t interval[kTile];
-  t.find_intervals(interval);
+  IntervalRuns runs;
   for (int i = 0; i < t.count; i += kLanes) {
     const int lanes = t.count - i < kLanes ? t.count - i : kLanes;
     const Vec unit = mul(load(largest + i), splat(128.0f / kLargestKey));
-    const bool together = interval[i] == interval[i + lanes - 1];  // positions ascend
+    runs.find(t, i, lanes);
     for (int g = 0; g < group; ++g) {
       const float* of = means + int64_t(g) * intervals;
-      Vec mean = splat(of[interval[i]]);
-      if (!together) {
-        alignas(64) float each[kLanes] = {};
-        for (int j = 0; j < lanes; ++j) each[j] = of[interval[i + j]];
-        mean = load(each);
-      }
+      Vec mean = splat(of[runs.of[0]]);
+      for (int n = 1; n < runs.count; ++n) mean = keep_lanes(mean, 0, runs.from[n], splat(of[runs.of[n]]));
       float* at = x + g * stride + i;
       store(at, add(mul(load(at), mul(unit, splat(queries[g].unit))), mean));
     }

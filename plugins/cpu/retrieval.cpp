@@ -15,10 +15,6 @@ int64_t retrieved_slots(const LayerParams&, const void* state) {
   return std::min(h.retrieve, h.body_count);
 }
 
-bool scores_slots(const LayerParams& params, const void* state) {
-  return params.latent == 0 && retrieved_slots(params, state) > 0 && static_cast<const StateHeader*>(state)->rerank > 1;
-}
-
 int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, int64_t bytes, int32_t* slots, Parallel& parallel) {
   if (check_state(params, state, bytes, in.position)) return 1;
   if (params.format != kFormatSelfIndex) return fail("only a compressed body can be searched: this cache is dense");

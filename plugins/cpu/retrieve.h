@@ -146,7 +146,7 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
 
   const bool again = found > wanted;
   if (again || r.scored) {
-    fetch_first(b, candidates, found);
+    fetch_first(b, candidates, found, true);
     const float factor = score_factor(p);
     for (int g = 0; g < r.group; ++g)
       for (int d = dim; d < stride; ++d) turned[g * stride + d] = 0;
@@ -171,25 +171,8 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
     using Bits = int32_t __attribute__((may_alias));
     const Bits* order = reinterpret_cast<Bits*>(weight);
     const int threshold = threshold_for(order, found, wanted, &above);
-    int32_t* which = reinterpret_cast<int32_t*>(of_head);
-    kept = 0;
-    if (count_from(order, found, threshold) == wanted) {
-      for (int i = 0; i < found; ++i) {
-        which[kept] = i;
-        kept += order[i] >= threshold;
-      }
-    } else {  // not all of those exactly at the threshold stay
-      for (int i = 0, equal = wanted - above; i < found && kept < wanted; ++i) {
-        const bool same = order[i] == threshold && equal > 0;
-        which[kept] = i;
-        kept += order[i] > threshold || same;
-        equal -= same;
-      }
-    }
-    for (int i = 0; i < kept; ++i) out[i] = candidates[which[i]];
-    if (r.scored)
-      for (int g = 0; g < r.group; ++g)
-        for (int i = 0; i < kept; ++i) out_scores[int64_t(g) * r.retrieve + i] = exact[g * sizes.ranked + which[i]];
+    const Kept lists = {candidates, out, exact, sizes.ranked, out_scores, r.retrieve, r.scored ? r.group : 0};
+    kept = keep_best(order, found, threshold, wanted - above, lists, reinterpret_cast<int32_t*>(of_head));
   } else {
     std::memcpy(out, candidates, size_t(found) * sizeof(int32_t));
     if (r.scored)

@@ -237,7 +237,7 @@ def test_interrupt_of_a_completion_still_reports(folder):
     assert run.stdout.read(8) == b"abcdabcd"
     run.send_signal(signal.SIGINT)
     text, report = run.communicate(timeout=60)
-    assert run.returncode == 0 and b"ended     interrupted" in report and text.endswith(b"\n")
+    assert run.returncode == 130 and b"ended     interrupted" in report and text.endswith(b"\n")
 
 
 # --------------------------------------------------------------------------------------------------------- bench, inspect

@@ -16,7 +16,7 @@ class World:
     """Costs in seconds; `rows[k]` is a step of k rows. `accept[g]` is the true acceptance of grade g, `mix` how often each occurs.
 
     stay  probability that a place has the grade of the one before
-    reading  of a token that the drafter has not read yet when it is asked, beyond the last two, at most 64
+    reading  of a token that the drafter has not read yet when it is asked, beyond the last two, at most 6
     restless  the machine is so many times slower for stretches of time, as when other programs run
     """
 
@@ -70,7 +70,7 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
     while made < tokens:
         began, grades = clock.now, []
         length.start(boundary - made % boundary - 1)
-        behind = min(max(unread - 2, 0), 64)
+        behind = min(max(unread - 2, 0), 6)
         while length.wants_law(0 if grades else behind):
             spend(world.next_law if grades else world.first_law + behind * world.reading)
             unread = 0

@@ -65,10 +65,18 @@ def test_compare_runs_both_and_says_so(edgekv, folder):
 
 
 def test_what_was_not_wanted_of_a_round_does_not_count(edgekv, folder):
-    """16 tokens drafted by the model itself, all right, and one of them wanted."""
-    arguments = ["run", folder / "target", "-p", "x", "-n", "2", "--ignore-eos", "--draft", folder / "target", "--gamma", "16", "--json"]
-    told = json.loads(edgekv(*arguments).stdout)["drafting"]
-    assert told["accepted_tokens"] > 1 and told["tokens_per_target_step"] == told["target_steps"] == 1
+    """16 tokens drafted by the model itself, all right, and the answer ends within them."""
+    arguments = ["run", folder / "hi", "-p", "H", "--json"]
+    assert json.loads(edgekv(*arguments).stdout)["text"] == "i né!"
+    told = json.loads(edgekv(*arguments, "--stop", "n", "--draft", folder / "hi", "--gamma", "16").stdout)["drafting"]
+    assert told["accepted_tokens"] > 2 and told["tokens_per_target_step"] == 2 and told["target_steps"] == 1
+
+
+def test_nothing_is_drafted_behind_the_last_token(edgekv, folder):
+    for count in (1, 2, 6):
+        arguments = ["run", folder / "target", "-p", "x", "-n", str(count), "--ignore-eos", "--draft", folder / "target", "--gamma", "16"]
+        told = json.loads(edgekv(*arguments, "--json").stdout)["drafting"]
+        assert told["drafted_tokens"] == max(0, count - 2) and told["drafter"] == str(folder / "target")
 
 
 def test_seeds_repeat_a_drafted_text(edgekv, folder):

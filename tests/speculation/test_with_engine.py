@@ -65,8 +65,9 @@ def engines(bundles):
 
 
 def drafter_of(kind, target, engines):
+    # a random model says other things behind a part of a text than behind all of it
     return {"ngram": NgramDrafter, "self": lambda: SelfWindowDrafter(target, 16),
-            "bundle": lambda: BundleDrafter(engines["draft"], target.vocab)}[kind]()  # fmt: skip
+            "bundle": lambda: BundleDrafter(engines["draft"], target.vocab, newest=1000)}[kind]()  # fmt: skip
 
 
 def take(count, target, decoder, options=SamplingOptions(), seed=1):

@@ -20,6 +20,9 @@ class Draft(NamedTuple):
     grades: list[int]
 
 
+NOTHING = Draft([], [], [])  # nobody changes it
+
+
 class Length(Protocol):
     """Says how long one draft gets. Asked in turn, place by place, until one answer is no.
 
@@ -42,6 +45,7 @@ class Drafter(Protocol):
     grades        number of grades: classes of certainty, told before a token is drawn, whose acceptance is then measured
     steps         steps of a model so far, each of which reads weight_bytes
     arena_bytes   of a cache of its own
+    failure       why the drafter broke down, None while it works; it proposes nothing from then on, and the target goes on alone
     """
 
     name: str
@@ -49,13 +53,17 @@ class Drafter(Protocol):
     steps: int
     weight_bytes: int
     arena_bytes: int
+    failure: str | None
 
     def prior(self, grade: int) -> float:
         """Acceptance to assume for a grade before any was measured, 0..1."""
         ...
 
-    def follow(self, tokens: array) -> None:
-        """Reads committed tokens ahead of time, so that the next draft needs no long catching up."""
+    def follow(self, tokens: array, anew: bool = False) -> None:
+        """Reads committed tokens ahead of time, as many as are worth it; called before every draft.
+
+        anew  an answer begins: the text before it may be another one than last time
+        """
         ...
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:

@@ -4,6 +4,10 @@ The draft reads what the target commits, two tokens at once after a round in whi
 commits its own guesses and takes them back afterwards, which is free inside one boundary interval; so a draft never runs across a
 boundary of its cache. Leaving parts of a text out, or starting over in the middle, changes what it proposes, never what is
 emitted: so it reads no more of a long text than it has a use for, and never ends because its cache is full.
+
+Nobody knows beforehand whether a draft is any good, and reading a prompt can cost as much as writing a good part of the answer. So it
+begins behind the last few tokens of the text; guesses that come true earn the reading of the rest. What a useless draft costs
+does not depend on the prompt then, and a good one has soon paid for a whole view.
 """
 
 from __future__ import annotations
@@ -14,18 +18,25 @@ import numpy as np
 
 from edgekv.engine import Engine
 from edgekv.errors import EdgekvError
-from edgekv.generation.drafters import Draft, Length, logits
+from edgekv.generation.drafters import NOTHING, Draft, Length, logits
 from edgekv.generation.sampling import Sampler
 from edgekv.generation.session import Session
 
-_RESUME = 64  # newest tokens that are read when the draft has been idle for longer than that
+NEWEST = 8  # newest tokens of what was missed that are read at most, as long as no more was earned, by a draft of the target's size
+_MOST_NEWEST = 64  # the same, by the smallest draft
 _USUAL = 2  # tokens that are read before every draft: the pending one, and the last of a draft that was accepted as a whole
 _FIRST_ROW = np.zeros(1, np.int64)
+
+
+def first_look(target_bytes: int, draft_bytes: int) -> int:
+    """Tokens that a draft may read before it has shown anything, by the bytes of both models' weights: a small one reads more in the time."""
+    return min(NEWEST * max(target_bytes, draft_bytes) // max(draft_bytes, 1), _MOST_NEWEST)
 
 
 class BundleDrafter:
     """Drafts with `engine`, which it owns.
 
+    newest     newest tokens of what it missed that it reads unless guesses have earned more; each one that came true earns as many
     vocab      logits per row of the target
     token_ids  int64 [rows of the draft's logits], the target's token of each row, when the draft knows only some; None: row i is
                token i, and rows that only one of the two models has are padding
@@ -34,15 +45,22 @@ class BundleDrafter:
     name = "bundle"
     grades = logits.GRADES
 
-    def __init__(self, engine: Engine, vocab: int, token_ids: np.ndarray | None = None):
+    def __init__(self, engine: Engine, vocab: int, token_ids: np.ndarray | None = None, newest: int = NEWEST):
         self.engine = engine
         self.session = Session(engine)
         self.steps = 0
         self.weight_bytes = engine.bundle.weight_bytes
         self.arena_bytes = engine.arena.nbytes
-        self.failed = False  # the draft model broke down: the target goes on alone
+        self.failure: str | None = None
         # Token i of the draft's text, from _joint on, is token _origin + i of the target's.
         self._origin = self._joint = 0
+        self._partial = False  # whether parts of the text were left out that the cache has a use for
+        self._credit = 0  # tokens that may be read because guesses came true
+        self._newest = newest
+        self._anew = True  # whether any token of the text may be another one than last time
+        self._fed = 0  # tokens of the text that were read so far
+        self._guesses: list[int] = []  # the last draft, at place _guessed of the target's text
+        self._guessed = 0
         self._token_ids = token_ids
         self._logits = None if token_ids is None and engine.vocab == vocab else np.full(vocab, -np.inf, np.float32)
         kept = max(layer["params"]["body_slots"] for layer in engine.bundle.layers) + engine.boundary
@@ -51,30 +69,56 @@ class BundleDrafter:
     def prior(self, grade: int) -> float:
         return logits.prior(grade)
 
-    def follow(self, tokens: array) -> None:
-        """Reads all committed tokens, or the newest that its cache has a use for."""
-        if len(tokens) and not self.failed:
-            self._catch_up(np.frombuffer(tokens, np.int32), self._reach, whole=True)
+    def follow(self, tokens: array, anew: bool = False) -> None:
+        self._anew = self._anew or anew
+        if self.failure or not self._credit or not len(tokens):
+            return
+        size = min(len(tokens), self._reach)
+        if anew or (self._partial and self._credit >= size):
+            fed = self._fed
+            if not anew:
+                self._restart(0)
+            self._catch_up(np.frombuffer(tokens, np.int32), min(self._credit, self._reach))
+            self._credit = max(0, self._credit - (self._fed - fed))
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
-        text = _Text(np.frombuffer(tokens, np.int32), pending)
-        behind = len(text) - self._origin - len(self.session.tokens)
-        if self.failed or not length.wants_law(min(max(behind - _USUAL, 0), _RESUME)):
-            return Draft([], [], [])
-        first = self._catch_up(text, _RESUME, whole=False)
-        return Draft([], [], []) if first is None else logits.draw_tokens(first, self._step, length, sampler)
+        if self._guesses:
+            self._earn(tokens, pending)
+        size = len(tokens) + 1
+        behind = size if self._anew else size - self._origin - len(self.session.tokens)
+        if self.failure or not length.wants_law(max(min(behind, self._newest) - _USUAL, 0)):
+            return NOTHING
+        first = self._catch_up(_Text(np.frombuffer(tokens, np.int32), pending), self._newest)
+        if first is None:
+            return NOTHING
+        draft = logits.draw_tokens(first, self._step, length, sampler)
+        if not draft.tokens and logits.grade(first) is None:
+            self.failure = "its logits are not numbers"
+        self._guesses, self._guessed = draft.tokens, size
+        return draft
 
     def close(self) -> None:
         self.engine.close()
 
-    def _catch_up(self, text: np.ndarray | _Text, reach: int, whole: bool) -> np.ndarray | None:
-        """Feeds what the draft has not read yet; logits of the place behind it, None when the draft model fails."""
+    def _earn(self, tokens: array, pending: int) -> None:
+        """Counts the guesses of the last draft that came true."""
+        if not self._anew:
+            for guess, token in zip(self._guesses, (*tokens[self._guessed :], pending)):
+                if guess != token:
+                    break
+                self._credit += self._newest
+        self._guesses = []
+
+    def _catch_up(self, text: np.ndarray | _Text, reach: int) -> np.ndarray | None:
+        """Feeds what the draft has not read yet, `reach` tokens at most; logits of the place behind it, None when the draft model fails."""
         try:
-            missing = self._missing(text, reach, whole)
+            missing = self._missing(text, reach, self._anew)
+            self._anew = False
             self.steps += 1
+            self._fed += missing.size
             return self._of_target(self.session.feed(missing))
-        except EdgekvError:
-            self.failed = True
+        except EdgekvError as error:
+            self.failure = str(error)
             return None
 
     def _missing(self, text: np.ndarray | _Text, reach: int, whole: bool) -> np.ndarray:
@@ -99,14 +143,15 @@ class BundleDrafter:
         if not fits or (wanted > reach and agreed == 0):
             wanted = min(reach, size if capacity is None else max(1, capacity // 2), size)
             self._restart(size - wanted)
+            self._partial = wanted < min(size, self._reach)
         elif wanted > reach:
             self._origin, self._joint = self._origin + wanted - reach, agreed
-            wanted = reach
+            wanted, self._partial = reach, True
         return text[size - wanted :]
 
     def _restart(self, origin: int) -> None:
         self.session.reset()
-        self._origin, self._joint = origin, 0
+        self._origin, self._joint, self._partial = origin, 0, False
 
     def _step(self, token: int) -> np.ndarray | None:
         session = self.session
@@ -114,8 +159,8 @@ class BundleDrafter:
             return None
         try:
             rows = session.step([token], _FIRST_ROW)
-        except EdgekvError:
-            self.failed = True
+        except EdgekvError as error:
+            self.failure = str(error)
             return None
         session.commit(1)
         self.steps += 1

@@ -14,7 +14,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import Engine
 from edgekv.errors import UserError
 from edgekv.generation.drafters import Drafter
-from edgekv.generation.drafters.bundle import BundleDrafter
+from edgekv.generation.drafters.bundle import BundleDrafter, first_look
 from edgekv.generation.drafters.ngram import NgramDrafter
 from edgekv.generation.drafters.self_window import DEFAULT_WINDOW, SelfWindowDrafter
 from edgekv.generation.drafters.vocabulary import first_difference, read_token_ids
@@ -53,7 +53,9 @@ def choose(spec: str, target: Bundle, tokenizer: Tokenizer, verify: bool = True)
     return Choice(
         str(spec),
         draft,
-        lambda loaded: BundleDrafter(engine.load(draft, loaded.threads), loaded.vocab, token_ids),
+        lambda loaded: BundleDrafter(
+            engine.load(draft, loaded.threads), loaded.vocab, token_ids, first_look(target.weight_bytes, draft.weight_bytes)
+        ),
     )
 
 

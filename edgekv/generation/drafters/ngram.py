@@ -47,13 +47,14 @@ class NgramDrafter:
     name = "ngram"
     grades = LONGEST
     arena_bytes = 0
+    failure = None
     weight_bytes = 0
     steps = 0
 
     def prior(self, grade: int) -> float:
         return 0.3 + 0.05 * grade
 
-    def follow(self, tokens: array) -> None:
+    def follow(self, tokens: array, anew: bool = False) -> None:
         pass
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:

@@ -15,7 +15,7 @@ from array import array
 import numpy as np
 
 from edgekv.engine import Engine
-from edgekv.generation.drafters import Draft, Length, logits
+from edgekv.generation.drafters import NOTHING, Draft, Length, logits
 from edgekv.generation.sampling import Sampler
 
 DEFAULT_WINDOW = 256
@@ -29,6 +29,7 @@ class SelfWindowDrafter:
     name = "self"
     grades = logits.GRADES
     arena_bytes = 0
+    failure = None
 
     def __init__(self, engine: Engine, window: int = DEFAULT_WINDOW):
         self.engine = engine
@@ -42,7 +43,7 @@ class SelfWindowDrafter:
     def prior(self, grade: int) -> float:
         return 0.8 + 0.02 * grade  # the same model, most of whose attention rests on what it still sees, disagrees with itself rarely
 
-    def follow(self, tokens: array) -> None:
+    def follow(self, tokens: array, anew: bool = False) -> None:
         pass
 
     def _learn(self, tokens: array) -> None:
@@ -59,7 +60,7 @@ class SelfWindowDrafter:
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
         if not length.wants_law():
-            return Draft([], [], [])
+            return NOTHING
         position = len(tokens)
 
         def step(token: int) -> np.ndarray:
