@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from latent_cases import Latent
 
 from edgekv import layout, native
