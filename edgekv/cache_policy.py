@@ -51,7 +51,7 @@ class CachePolicy:
     key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 4)
     value_bits       bits per number of a compressed value, 2, 4 or 8 (selfindex; default 4)
     retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%)
-    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2)
+    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2, of latent keys 1)
     """
 
     keep: str = "full"

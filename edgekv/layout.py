@@ -155,12 +155,32 @@ def is_selfindex(params: Mapping) -> bool:
 def record_parts(params: Mapping) -> tuple[int, int, int, int]:
     """Bytes of the parts of a selfindex record: key magnitudes, value codes, key pairs, value pairs."""
     keys, values = -(-params["key_dim"] // GROUP), -(-params["value_dim"] // GROUP)
+    if params.get("latent", 0):
+        keys = 0  # they lie in planes of their own
     return 4 * params.get("key_bits", 2) * keys, 4 * params.get("value_bits", 4) * values, 4 * keys, 4 * values
 
 
 def record_bytes(params: Mapping) -> int:
     """Bytes of a selfindex record with its padding."""
-    return _align(sum(record_parts(params)), 16)
+    return _align(sum(record_parts(params)), 8 if params.get("latent", 0) else 16)
+
+
+def packs_latents(params: Mapping) -> bool:
+    """Whether latents are quantised, token by token."""
+    return is_selfindex(params) and params.get("latent", 0) > 0
+
+
+def latent_code_bytes(params: Mapping) -> int:
+    """Bytes of the codes of a quantised latent."""
+    return -(-params["latent"] // 16) * 8
+
+
+def latent_bytes(params: Mapping) -> int:
+    """Bytes of what stands for the keys of all kv heads of a token; 0 when nothing does. Quantised in a compressed body: codes, then pairs."""
+    latent = params.get("latent", 0)
+    if not is_selfindex(params):
+        return latent * element_bytes(params)
+    return latent_code_bytes(params) + 4 * -(-latent // GROUP) if latent else 0
 
 
 def token_bytes(params: Mapping) -> int:
@@ -173,7 +193,7 @@ def token_bytes(params: Mapping) -> int:
 
 def kept_bytes(params: Mapping) -> int:
     """Bytes of one body token of all kv heads, without positions and scores."""
-    return params["kv_heads"] * token_bytes(params) + params.get("latent", 0) * element_bytes(params)
+    return params["kv_heads"] * token_bytes(params) + latent_bytes(params)
 
 
 def key_numbers(params: Mapping) -> int:
@@ -195,13 +215,17 @@ def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     sinks = _align(p["sinks"], LANES) if packed else 0
     element = np.dtype("<f2" if p["element"] == ELEMENTS["fp16"] else "<f4")
     i4, f4, f2, u1 = (np.dtype(name) for name in ("<i4", "<f4", "<f2", "u1"))
+
+    def latents(slots: int) -> tuple[np.dtype, tuple[int, ...]]:
+        return (u1, (slots, latent_bytes(p))) if packed else (element, (slots // LANES, p["latent"], LANES))
+
     return {
         "body_pos": (i4, (kv, body)),
         "body_score": (f4, (kv, body if scored else 0)),
         "body_seen": (f4, (kv, body if scored else 0)),
         "body_k": (element, (kv, 0 if p["latent"] else dense // LANES, dim, LANES)),
         "body_v": (element, (kv, dense, out)),
-        "body_z": (element, (body // LANES, p["latent"], LANES)),
+        "body_z": latents(body),
         "index": (u1, (kv, compressed // INDEX_TOKENS, dim // 4, 16)),
         "payload": (u1, (kv, compressed, record_bytes(p))),
         "mean": (f2, (kv, p["intervals"] if packed else 0, dim)),
@@ -211,7 +235,7 @@ def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         "sink_v": (element, (kv, sinks, out)),
         "tail_k": (element, (kv, tail // LANES, dim, LANES)),
         "tail_v": (element, (kv, tail, out)),
-        "tail_z": (element, (tail // LANES, p["latent"], LANES)),
+        "tail_z": latents(tail),
         "tail_q": (element, (p["q_heads"], p["observe"] if scored else 0, dim)),
     }
 
@@ -329,7 +353,11 @@ def check_params(params: Mapping) -> str | None:
             0 <= latent <= min(MOST_LATENT, p["kv_heads"] * p["key_dim"]),
             "latent must be between 0 and the numbers of all keys of a token, at most 4096",
         ),
-        (not latent or not packed and p["head_dim"] == 0, "latent keys need format 0 (dense) and head_dim 0"),
+        (not latent or p["head_dim"] == 0, "latent keys need head_dim 0"),
+        (
+            not latent or not packed or not ranks_by_keys(p),
+            "latent keys of format 1 (selfindex) cannot be ranked: keep must be 0 (full) or 1 (window)",
+        ),
         (not latent or p["positions"] == POSITIONS["original"], "positions must be 0 (original): latent keys cannot be turned"),
         (not latent or not keeps_scores(p), "latent keys cannot be ranked by attention: score must be 1 (keys)"),
         (not latent or not p["rotary_dim"] or p["fused_rotary"], "latent keys need fused_rotary: they are made before the rotation"),

@@ -9,6 +9,7 @@ tails, scores, observed queries and alignment) stays within the budget.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ def layer_params(
     if not dense:
         params |= {
             "format": layout.FORMATS["selfindex"],
-            "key_bits": policy.key_bits,
+            **({} if geometry.latent else {"key_bits": policy.key_bits}),
             "value_bits": policy.value_bits,
             "intervals": -(-max(context, 1) // policy.boundary),
         }
@@ -170,8 +171,9 @@ def plan(
         raise UserError("positions 'cache' needs rotary positions in every layer; this model has layers without them.")
     if policy.positions == "cache" and any(g.head_dim or g.latent for g in geometries):
         raise UserError("positions 'cache' cannot be had with projected or latent keys, which cannot be turned to another position; use positions 'original'.")
-    if any(g.latent for g in geometries):
-        _check_latent(policy)
+    latent = any(g.latent for g in geometries)
+    if latent:
+        policy = _check_latent(policy)
     for layer, g in enumerate(geometries):
         if not stays_dense(policy, g) and g.key_dim % 4:
             raise UserError(f"cache 'selfindex' needs keys whose size is a multiple of 4; those of layer {layer} have {g.key_dim} numbers.")
@@ -183,6 +185,8 @@ def plan(
 
     def build(held: int, boundary: int) -> Plan:
         resolved = policy.resolve(held, boundary)
+        if latent:
+            resolved = dataclasses.replace(resolved, key_bits=None)  # records hold no keys
         layers = tuple(
             layer_params(resolved, g, i, layer_body_slots(resolved, g, held), fused_rotary, context)
             for i, g in enumerate(geometries)
@@ -201,11 +205,19 @@ def plan(
     return build(fitting[boundary], boundary)
 
 
-def _check_latent(policy: CachePolicy) -> None:
-    if policy.compresses:
-        raise UserError("cache 'selfindex' cannot store latent keys yet; use the cache 'dense', or thin keys of the form projected.")
+def _check_latent(policy: CachePolicy) -> CachePolicy:
+    """The policy with what latent keys leave no choice about; UserError when it asks for something else."""
     if policy.keep == "heavy" and policy.score != "keys":
         raise UserError("latent keys are ranked by what is stored of them: keep 'heavy' needs the score 'keys' with them.")
+    if not policy.compresses:
+        return policy
+    if policy.keep == "heavy":
+        raise UserError("latent keys in a compressed cache cannot be ranked: use keep 'full' or 'window', or the cache 'dense'.")
+    if policy.key_bits is not None:
+        raise UserError("key bits are those of key magnitudes; latent keys in a compressed cache have none, and are stored in 4 bits.")
+    if policy.rerank not in (None, 1):
+        raise UserError("latent keys are chosen by their sign codes alone: rerank must be 1 with them.")
+    return dataclasses.replace(policy, rerank=1)
 
 
 def _most_held(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:
@@ -289,8 +301,9 @@ def describe(policy: CachePolicy, held: int, context: int) -> str:
     if not policy.compresses:
         return f"{text} {where}. Numbers are stored in {stored} precision."
     first = f"The first {policy.sinks} tokens and those" if policy.sinks else "Tokens"
+    keys = f"{policy.key_bits + 1}-bit keys that are their own index" if policy.key_bits else "latent keys in 4 bits and their sign codes"
     return (
-        f"{text} {where}. {first} since the last boundary are stored in {stored} precision, all others compressed ({policy.key_bits + 1}-bit keys "
-        f"that are their own index, {policy.value_bits}-bit values); beside the former a generated token attends to "
+        f"{text} {where}. {first} since the last boundary are stored in {stored} precision, all others compressed ({keys}, "
+        f"{policy.value_bits}-bit values); beside the former a generated token attends to "
         f"{parse_retrieval(policy.retrieve).words}, found by their codes."
     )

@@ -61,7 +61,8 @@ def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rota
 def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Sequence[float]]) -> None:
     """Writes every field of attributes.def, the frequency tables and the state sizes into the graph.
 
-    In front of the attention node of a compressed layer stands a node that chooses the tokens; other layers have none.
+    In front of the attention node of a compressed layer stands a node that chooses the tokens; other layers have none, nor do those of latent
+    keys, whose attention node chooses them itself.
     """
     sizes = [layout.state_bytes(p) for p in params]
     for node in match.attentions(model):
@@ -77,7 +78,7 @@ def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Seq
         node.inputs[4].shape = ir.Shape([sizes[index]])
         node.outputs[1].shape = ir.Shape([sizes[index]])
         _drop_retrieval(model, node)
-        if layout.is_selfindex(complete):
+        if layout.is_selfindex(complete) and not complete["latent"]:
             _add_retrieval(node, complete["kv_heads"])
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from edgekv.layout import SCORES, complete
 from edgekv.reference.latent import LatentCache
+from edgekv.reference.self_index import LatentIndexCache
 
 
 @st.composite
@@ -26,6 +27,19 @@ def latent_params(draw):
     return make_params(keep, 192 if keep == "full" else 48, 16, draw(st.sampled_from(["fp16", "fp32"])), **more)
 
 
+@st.composite
+def packed_latent_params(draw):
+    """The same of compressed caches."""
+    p = draw(latent_params())
+    keep, dim = draw(st.sampled_from(["full", "window"])), draw(st.sampled_from([8, 20, 64, 80]))
+    more = {
+        "format": 1, "intervals": 64, "key_dim": dim, "latent": draw(st.integers(1, p["kv_heads"] * dim)), "rotary_dim": min(p["rotary_dim"], dim),
+        "value_dim": draw(st.sampled_from([6, 32, 80])), "value_bits": draw(st.sampled_from([2, 4, 8])), "sinks": draw(st.sampled_from([0, 3, 16, 40])),
+    }  # fmt: skip
+    shape = make_params(keep, 256 if keep == "full" else 64, draw(st.sampled_from([16, 48])), draw(st.sampled_from(["fp16", "fp32"])))
+    return {**p, "window": 0, "score": 0, **{name: shape[name] for name in ("keep", "body_slots", "tail_slots", "element")}, **more}
+
+
 class Latent:
     """Random maps and frequencies for parameters with `latent`, and what steps of the library take of them."""
 
@@ -37,6 +51,9 @@ class Latent:
         self.decoder = random.standard_normal((p["kv_heads"], p["latent"] + 1, p["key_dim"])).astype(np.float32) * p["latent"] ** -0.5
         pairs = p["rotary_dim"] // 2
         self.inv_freq = (1.0 / 50.0 ** (np.arange(pairs) / max(pairs, 1))).astype(np.float32)
+
+    def packed_oracle(self, retrieve: int | None = None) -> LatentIndexCache:
+        return LatentIndexCache(self.params, self.inv_freq, self.encoder, self.decoder, retrieve)
 
     def oracle(self, block: np.ndarray | None = None) -> LatentCache:
         return LatentCache(self.params, self.inv_freq, self.encoder, self.decoder, block)
@@ -57,4 +74,4 @@ class LatentRunner(Runner):
         self.params, self.maps, self.cache, self.position = params, maps, maps.oracle(), 0
 
 
-__all__ = ["Latent", "LatentRunner", "Text", "latent_params"]
+__all__ = ["Latent", "LatentRunner", "Text", "latent_params", "packed_latent_params"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv import bundle, engine, layout, machine
+from edgekv.reference.self_index import latents
 from edgekv.retrieval import parse_retrieval
 
 
@@ -29,7 +30,10 @@ def fill(loaded, depth: int, steps: int) -> int:
     while True:
         for view in views:
             for plane in (view.tail_k, view.tail_v, view.tail_z, view.tail_q):
-                plane[:] = random.standard_normal(plane.shape, np.float32)
+                if plane.dtype == np.uint8 and plane.size:  # latents that a compressed cache quantises
+                    plane[:] = latents.pack(random.standard_normal((len(plane), view.params["latent"]), np.float32))
+                else:
+                    plane[:] = random.standard_normal(plane.shape, np.float32)
         if position + loaded.boundary > depth:
             return position + max(0, min(depth - position, loaded.boundary - steps))
         position += loaded.boundary

@@ -40,6 +40,8 @@ def check_retrieval(bundle: Any, amount: Any, rerank: int | None) -> None:
             f"{bundle.folder} has no index to retrieve tokens from: its cache is dense and every token in it is attended to; "
             "export with --cache selfindex."
         )
+    if rerank not in (None, 1) and bundle.latent:
+        raise UserError(f"{bundle.folder} stores latent keys, which are chosen by their sign codes alone: rerank must be 1.")
 
 
 def set_retrieval(loaded: Any, amount: Any, rerank: int | None) -> None:

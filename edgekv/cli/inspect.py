@@ -128,7 +128,8 @@ def _shape(params: dict[str, Any]) -> str:
     )
     if layout.is_selfindex(params):
         text += f" in sinks and tail, else compressed: {layout.token_bytes(params)} bytes per token and kv head, "
-        text += f"{params['key_bits'] + 1}-bit keys, {params['value_bits']}-bit values"
+        text += f"{layout.latent_bytes(params)} per token for latent keys" if params["latent"] else f"{params['key_bits'] + 1}-bit keys"
+        text += f", {params['value_bits']}-bit values"
     return text + (f", sliding window {params['sliding_window']}" if params.get("sliding_window") else "")
 
 

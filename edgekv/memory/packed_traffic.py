@@ -26,13 +26,15 @@ class PackedBody:
         self.dim, self.group = params["key_dim"], params["q_heads"] // params["kv_heads"]
         magnitudes, values, key_pairs, value_pairs = layout.record_parts(params)
         self.key_bytes, self.value_bytes = magnitudes + key_pairs, values + value_pairs
+        self.latent = layout.latent_bytes(params)  # of a latent key, without sign codes where it is rebuilt
         self.moved = dict.fromkeys(("read_body_keys", "read_body_values", "read_body_index", "read_body_meta"), 0)
 
     def _read(self, tokens: int, values: bool = True, means: int = 0) -> None:
-        self.moved["read_body_index"] += tokens * ((self.dim // 4 + 1) // 2)  # an odd code shares no byte with another token
-        self.moved["read_body_keys"] += tokens * self.key_bytes
+        if not self.latent:
+            self.moved["read_body_index"] += tokens * ((self.dim // 4 + 1) // 2)  # an odd code shares no byte with another token
+        self.moved["read_body_keys"] += tokens * (self.latent or self.key_bytes)
         self.moved["read_body_values"] += tokens * self.value_bytes * values
-        self.moved["read_body_meta"] += tokens * 4 + means * 2 * self.dim
+        self.moved["read_body_meta"] += tokens * 4 + (0 if self.latent else means * 2 * self.dim)
 
     def _means_from(self, slot: int) -> int:
         """Mean keys of the intervals from that of a slot on."""
@@ -53,8 +55,9 @@ class PackedBody:
         low = bisect_right(self.positions, oldest)
         visible = len(self.positions) - low
         wanted = min(retrieve, visible)
-        candidates = min(wanted * max(rerank, 1), visible)
-        if not scored:
+        candidates = wanted if self.latent else min(wanted * max(rerank, 1), visible)
+        scored = scored and not self.latent
+        if not scored and not self.latent:
             self.moved["read_body_meta"] += self.group * self._means_from(0) * 2 * self.dim
         if wanted < visible:
             start = low // layout.INDEX_TOKENS * layout.INDEX_TOKENS

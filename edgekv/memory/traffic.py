@@ -104,9 +104,12 @@ def step_traffic(
     observed = 0
     if layout.keeps_scores(params):
         observed = max(0, first_tail + rows - max(first_tail, params["tail_slots"] - params["observe"]))
-    stored = params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + params.get("latent", 0)
-    numbers = rows * stored + observed * params["q_heads"] * params["key_dim"]
-    total["write_tail"] = numbers * element
+    numbers = rows * params["kv_heads"] * (params["key_dim"] + params["value_dim"]) + observed * params["q_heads"] * params["key_dim"]
+    encoded = rows
+    if layout.packs_latents(params):  # in sixteens of tail slots, when the last one has come, from the keys in the tail
+        encoded = ((first_tail + rows) // layout.LANES - first_tail // layout.LANES) * layout.LANES
+        total["read_tail_keys"] += encoded * params["kv_heads"] * params["key_dim"] * element
+    total["write_tail"] = numbers * element + encoded * layout.latent_bytes(params)
     return total
 
 
@@ -169,14 +172,15 @@ def _packed_compaction(params: Mapping, before: Sequence[Sequence[int]], after: 
     to_sinks = min(max(params["sinks"] - tail_base, 0), rows)
     added, count = rows - to_sinks, len(before[0])
     token = layout.token_bytes(params) + 4
-    moved = filled = 0
+    moved = filled = latents = 0
     for old, new in zip(before, after, strict=True):
         slot_of = {p: i for i, p in enumerate(old)}
         moved += sum(p < tail_base and slot_of[p] != i for i, p in enumerate(new))
         filled += sum(p >= tail_base for p in new)
+        latents = latents or (moved + filled) * layout.latent_bytes(params)  # there once, and moved with the first kv head
     taught = heads * dim * 80 if added else 0
-    read = heads * rows * full + moved * token + taught
-    written = heads * to_sinks * full + (moved + filled) * token + taught + (heads * dim * 2 if added else 0)
+    read = heads * rows * full + moved * token + taught + latents
+    written = heads * to_sinks * full + (moved + filled) * token + taught + (heads * dim * 2 if added else 0) + latents
     scored = layout.keeps_scores(params)
     if scored or (layout.ranks_by_keys(params) and count + added > params["body_slots"]):
         magnitudes, _, pairs, _ = layout.record_parts(params)

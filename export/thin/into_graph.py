@@ -92,7 +92,7 @@ def record(thin: Thin, params: Sequence[dict], whole: Sequence[LayerGeometry]) -
         "form": thin.form,
         **thin.origin,
         "ranks": [g.latent or g.key_dim for g in thin.geometry],
-        "token_bytes": sum(e * g.key_numbers for e, g in zip(size, thin.geometry, strict=True)),
+        "token_bytes": sum(layout.latent_bytes(p) or e * g.key_numbers for p, e, g in zip(params, size, thin.geometry, strict=True)),
         "token_bytes_whole": sum(e * g.key_numbers for e, g in zip(size, whole, strict=True)),
         "score_error": None,
         "attention_kl": None,

@@ -111,9 +111,12 @@ void attend_slots(const Step& s, int head, int first, int count, Part part, int 
 
 void attend_packed(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_packed.h
 void attend_latent(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_latent.h
+void attend_packed_latent(const Step&, int head, int first, int count, int begin, int end, float* partial, float* work);  // attend_packed_latent.h
 
 inline void attend(const Step& s, int head, int first, int count, Part part, int begin, int end, float* partial, float* work) {
-  if (part == edgekv::kBody && s.params.format == edgekv::kFormatSelfIndex)
+  if (part == edgekv::kBody && s.params.latent > 0 && s.params.format == edgekv::kFormatSelfIndex)
+    attend_packed_latent(s, head, first, count, begin, end, partial, work);
+  else if (part == edgekv::kBody && s.params.format == edgekv::kFormatSelfIndex)
     attend_packed(s, head, first, count, begin, end, partial, work);
   else if (part == edgekv::kBody && s.params.latent > 0)
     attend_latent(s, head, first, count, begin, end, partial, work);

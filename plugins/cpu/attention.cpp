@@ -7,6 +7,7 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/error.h"
+#include "cpu/latent_levels.h"
 #include "cpu/scratch.h"
 
 namespace edgekv {
@@ -76,6 +77,9 @@ struct Splits {
   }
 };
 
+// Sixteens of tail slots whose last one a step writes: it makes their quantised latents.
+int ended_runs(const Step& s) { return (s.first_tail + s.rows) / EDGEKV_LANES - s.first_tail / EDGEKV_LANES; }
+
 void count_traffic(const Step& s, const Loaded& loaded) {
   const LayerParams& p = s.params;
   uint64_t* traffic = s.state.header->traffic;
@@ -86,9 +90,10 @@ void count_traffic(const Step& s, const Loaded& loaded) {
   traffic[kReadBodyIndex] += loaded.body_index;
   traffic[kReadBodyMeta] += loaded.body_meta;
   const int observed = std::max(0, s.first_tail + s.rows - std::max(s.first_tail, p.tail_slots - p.observe));
-  const uint64_t numbers = uint64_t(s.rows) * (p.kv_heads * (p.key_dim + p.value_dim) + p.latent) +
-                           (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
-  traffic[kWriteTail] += numbers * element_bytes(p);
+  const uint64_t numbers = uint64_t(s.rows) * p.kv_heads * (p.key_dim + p.value_dim) + (keeps_scores(p) ? uint64_t(observed) * p.q_heads * p.key_dim : 0);
+  const uint64_t encoded = packs_latents(p) ? uint64_t(ended_runs(s)) * EDGEKV_LANES : p.latent > 0 ? s.rows : 0;  // tokens
+  traffic[kWriteTail] += numbers * element_bytes(p) + encoded * latent_bytes(p);
+  if (packs_latents(p)) traffic[kReadTailKeys] += encoded * p.kv_heads * p.key_dim * element_bytes(p);
   traffic[kTrafficSteps] += 1;
 }
 
@@ -104,6 +109,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   if (params.latent > 0 && params.rotary_dim > 0 && in.inv_freq == nullptr) return fail("latent needs the attribute inv_freq");
 
   if (in.slots != nullptr && check_slots(params, in, *view.header)) return 1;
+  if (in.slots != nullptr && in.scored && params.latent > 0) return fail("latent keys are not ranked again: slots must come without scores");
   const Kernels& kernel = kernels();
   Loaded loaded = {};
   Step s = {};
@@ -124,7 +130,11 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
   s.table_stride = int(in.table_columns);
   s.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   s.key_map = params.head_dim > 0 ? in.key_map : nullptr;
-  if (params.latent > 0) s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2)};
+  std::unique_ptr<DecoderLevels> levels;
+  if (packs_latents(params) && in.levels == nullptr) levels = std::make_unique<DecoderLevels>(params, in.key_decode);
+  if (levels && levels->view.numbers == nullptr) return fail("out of memory: there is none left for the decoder of latent keys");
+  if (params.latent > 0)
+    s.latent = {in.key_encode, in.key_decode, &rotation_tables(in.inv_freq, params.rotary_dim / 2), levels ? &levels->view : in.levels};
   s.y = y;
   s.loaded = &loaded;
 
@@ -157,7 +167,7 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
 
   Inline alone;
   const int64_t slots = s.sink_count + (s.slots != nullptr ? s.chosen : s.body_count) + s.first_tail + s.rows;
-  const int64_t rebuilt = heads * s.body_count * int64_t(params.latent) * params.key_dim;  // multiply-adds, beside those of the attention
+  const int64_t rebuilt = heads * (s.slots != nullptr ? s.chosen : s.body_count) * int64_t(params.latent) * params.key_dim;  // multiply-adds, beside those of the attention
   const bool threads = heads * rows * slots * (params.key_dim + params.value_dim) + rebuilt >= kWorthThreads;
   Parallel& all = threads ? parallel : alone;
 
@@ -175,10 +185,25 @@ int attend_step(const LayerParams& params, const StepInputs& in, void* state, in
       kernel.attend(s, int(head), first, count, split.part, split.begin, split.end, partial, work);
   };
   // Few rows are prepared at once, unless they meet the mean keys of many intervals.
-  const int64_t intervals = s.slots != nullptr && !s.scored ? view.header->tail_base / params.tail_slots : 0;
+  const int64_t intervals = s.slots != nullptr && !s.scored && params.latent == 0 ? view.header->tail_base / params.tail_slots : 0;
   const bool long_preparation = in.rows >= 8 || heads * rows * intervals * params.key_dim >= kWorthThreads;
   (long_preparation ? all : alone).each(size_t(heads), [&](size_t head) { kernel.prepare(s, int(head)); });
-  if (params.latent > 0) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
+  if (params.latent > 0 && !packed) (in.rows >= 8 ? all : alone).each(size_t(s.rows), [&](size_t row) { kernel.encode(s, int(row)); });
+  if (params.latent > 0 && packed) {
+    (in.rows >= 8 ? all : alone).each(size_t(ended_runs(s)), [&](size_t index) {
+      const int run = s.first_tail / EDGEKV_LANES + int(index);
+      const int64_t z_floats = EDGEKV_LANES * int64_t(params.latent);
+      Scratch own;
+      float* z = static_cast<float*>(own.reserve(size_t(z_floats + encoded_floats(params)) * sizeof(float)));
+      if (z == nullptr) {
+        exhausted = true;
+        return;
+      }
+      kernel.encode_run(s, run, z, z + z_floats);
+      for (int i = 0; i < EDGEKV_LANES; ++i)
+        pack_latent(params, z + int64_t(i) * params.latent, view.tail_z + (int64_t(run) * EDGEKV_LANES + i) * int64_t(latent_record_bytes(params)));
+    });
+  }
 
   if (in_turn) {
     all.each(size_t(heads * groups), [&](size_t item) {

@@ -21,6 +21,8 @@ struct StepInputs {
   // With params.latent: what latent keys are made and rebuilt with (kernels.h), and the rotation of the positions they lie at,
   // inv_freq [rotary_dim / 2].
   const float *key_encode, *key_decode, *inv_freq;
+  // Of a compressed body of latent keys: what key_decode is in whole numbers, where it is at hand; null: made anew for the step.
+  const LatentLevels* levels;
 };
 
 // Refuses (1 and a sentence) rows that do not fit the tail of a state that has passed check_state, and tables that do not fit the rows.

@@ -57,7 +57,7 @@ EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const fl
   const LayerParams& p = *params;
   auto view = [](const float* data, int64_t heads, int64_t dim) { return Rows{data, dim, heads * dim}; };
   const StepInputs in = {view(q, p.q_heads, given_dim(p)), view(k, p.kv_heads, given_dim(p)), view(v, p.kv_heads, p.value_dim), rows, position,
-                         cos, sin, table_columns, slots, chosen, scored != 0, query_map, key_map, key_encode, key_decode, inv_freq};
+                         cos, sin, table_columns, slots, chosen, scored != 0, query_map, key_map, key_encode, key_decode, inv_freq, nullptr};
   Threads own(threads);
   return attend_step(p, in, state, bytes, y, own);
 }

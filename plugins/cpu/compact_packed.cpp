@@ -153,6 +153,19 @@ int move_body(const Packing& c, int head, const int32_t* kept, int stay) {
   return moved;
 }
 
+// Latents stand for the keys of all kv heads, which keep the same tokens. Returns how many that stay changed their slot.
+int move_latents(const Packing& c, const int32_t* kept, int stay) {
+  const int64_t size = int64_t(latent_record_bytes(c.params));
+  int moved = 0;
+  for (int i = 0; i < c.new_count; ++i) {
+    if (kept[i] == i && i < stay) continue;
+    const uint8_t* from = i < stay ? c.state.body_z + kept[i] * size : c.state.tail_z + (c.to_sinks + kept[i] - c.body_count) * size;
+    std::memcpy(c.state.body_z + i * size, from, size_t(size));
+    moved += i < stay;
+  }
+  return moved;
+}
+
 // The interval's mean, the codebook, and codes and records of the new tokens that stay. work: keys [added][key_dim], a value, a key.
 void compress(const Packing& c, int head, const int32_t* kept, int stay, float* work) {
   const LayerParams& p = c.params;
@@ -193,7 +206,7 @@ void compress(const Packing& c, int head, const int32_t* kept, int stay, float* 
     for (int d = 0; d < dim; ++d) key[d] = std::fabs(key[d]);
     uint8_t* record = c.record_of(head, to);
     std::memset(record, 0, c.record.bytes);
-    quantise(key, dim, p.key_bits, true, record, record + c.record.key_pairs);
+    if (p.latent == 0) quantise(key, dim, p.key_bits, true, record, record + c.record.key_pairs);
     for (int d = 0; d < p.value_dim; ++d)
       value[d] = c.number(c.state.tail_v, (int64_t(head) * p.tail_slots + c.to_sinks + t) * p.value_dim + d);
     transform(value, p.value_dim, int(value_block), value_factor);
@@ -286,13 +299,17 @@ int compact_packed(const LayerParams& params, void* state, int64_t position, int
     return kCompactionFull;
   }
 
-  std::atomic<int64_t> moved{0}, filled{0};
+  std::atomic<int64_t> moved{0}, filled{0}, latents_moved{0}, latents_filled{0};
   parallel.each(size_t(heads), [&](size_t index) {
     const Head h = head_memory(index);
     const int stay = int(std::lower_bound(h.kept, h.kept + c.new_count, c.body_count) - h.kept);
     copy_sinks(c, int(index));
     moved += move_body(c, int(index), h.kept, stay);
     filled += c.new_count - stay;
+    if (params.latent > 0 && index == 0) {
+      latents_moved = move_latents(c, h.kept, stay);
+      latents_filled = c.new_count - stay;
+    }
     compress(c, int(index), h.kept, stay, h.work);
     if (!c.scored) return;
     const int64_t at = int64_t(index) * params.body_slots;
@@ -308,6 +325,9 @@ int compact_packed(const LayerParams& params, void* state, int64_t position, int
   const int64_t taught = c.added ? heads * dim * 80 : 0;
   int64_t read = heads * params.tail_slots * (dim + params.value_dim) * e + moved * token + taught;
   int64_t written = heads * c.to_sinks * (dim + params.value_dim) * e + (moved + filled) * token + taught + (c.added ? heads * dim * 2 : 0);
+  const int64_t latents = (latents_moved + latents_filled) * int64_t(params.latent > 0 ? latent_record_bytes(params) : 0);
+  read += latents;
+  written += latents;
   if (c.scored || c.by_keys) read += heads * (c.body_count * key_parts + c.added * dim * e);
   if (c.scored) {
     read += heads * (sinks * dim * e + queries * dim * e + 8 * int64_t(c.body_count));

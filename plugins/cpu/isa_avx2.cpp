@@ -11,6 +11,9 @@
 #include "cpu/key_dots_avx2.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
+#include "cpu/latent_runs.h"
+#include "cpu/latent_dots_avx2.h"
+#include "cpu/attend_packed_latent.h"
 #include "cpu/keep_best_any.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
@@ -19,7 +22,7 @@
 namespace edgekv {
 
 const Kernels& kernels_avx2() {
-  static const Kernels table = {"avx2", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
+  static const Kernels table = {"avx2", kRowBlock, prepare, encode, encode_run, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
                                 normalise, gate, quantise_row, multiply};
   return table;
 }

@@ -12,6 +12,9 @@
 #include "cpu/key_dots_any.h"
 #include "cpu/attend_packed.h"
 #include "cpu/attend_latent.h"
+#include "cpu/latent_runs.h"
+#include "cpu/latent_dots_any.h"
+#include "cpu/attend_packed_latent.h"
 #include "cpu/keep_best_any.h"
 #include "cpu/retrieve.h"
 #include "cpu/compact.h"
@@ -20,7 +23,7 @@
 namespace edgekv {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = {"neon", kRowBlock, prepare, encode, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
+  static const Kernels table = {"neon", kRowBlock, prepare, encode, encode_run, attend, retrieve, merge, finish, observe, rank_keys, move_keys, move_values,
                                 normalise, gate, quantise_row, multiply};
   return table;
 }

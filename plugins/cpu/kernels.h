@@ -30,11 +30,20 @@ struct Loaded {
 // What a row attends to, in order of position: the sinks of a compressed body, the body, the tail.
 enum Part : int { kSinks, kBody, kTail };
 
+// A decoder in whole numbers, for quantised latents (latent_levels.h). stride: key_dim in whole vectors, groups: of 32 latents.
+struct LatentLevels {
+  const int8_t* numbers;  // [kv_heads][latents in whole sixteens / 4][stride][4]
+  const float* factors;   // [kv_heads][2 groups + 1][stride]: steps and sums of each group, then means
+  int stride, groups;
+  int64_t head_numbers, head_factors;  // of a kv head
+};
+
 // What latent keys are made and rebuilt with.
 struct Latent {
   const float* encode;  // [kv_heads * key_dim][latent]
   const float* decode;  // [kv_heads][latent + 1][key_dim], the last row of a head is its mean key
   const RotationTables* rotations;
+  const LatentLevels* levels;  // of a compressed body, else null
 };
 
 // One call of the attention op on one layer. `rows` tokens times `group` query heads share a kv head; query row r of a kv head
@@ -82,6 +91,9 @@ static inline int64_t unpacked_floats(const LayerParams& p) {
 
 // Floats that hold one tile of a latent body: keys of a kv head, and its values when they are stored in half precision.
 static inline int64_t rebuilt_floats(const LayerParams& p) { return kTile * (int64_t(p.key_dim) + partial_width(p.value_dim)); }
+
+// Floats in which sixteen tokens are encoded: their keys, latents and rotations.
+static inline int64_t encoded_floats(const LayerParams& p) { return 16 * (int64_t(p.kv_heads) * p.key_dim + p.latent + 16 + p.rotary_dim); }
 
 // One choice of body slots by their sign codes, for every row and kv head of a step.
 struct Retrieval {
@@ -146,6 +158,8 @@ struct Kernels {
   void (*prepare)(const Step&, int head);
   // Stores what stands for the keys of token `row` (latent): its given keys of all kv heads, less their means, times `encode`.
   void (*encode)(const Step&, int row);
+  // The same of tail slots 16 run .. 16 run + 15, from the keys in the tail: z [16][latent]. work: encoded_floats().
+  void (*encode_run)(const Step&, int run, float* z, float* work);
   // Attends rows [first, first + count) of a kv head to slots [begin, end) of a part, or to entries [begin, end) of each row's
   // chosen slots; overwrites `partial`, one partial_stride per row. first is a multiple of row_block, count at most
   // kRowBlocks * row_block, end - begin at most kSplit. work: unpacked_floats() for a compressed body, rebuilt_floats() for a latent one.

@@ -21,6 +21,12 @@ inline void prepare_packed(const edgekv::Step& s, int head, int r, const float* 
   const int64_t all = int64_t(s.rows) * s.group, row = head * all + r;
   const int dim = p.key_dim, stride = packed_stride(dim);
   if (s.scored) return;
+  if (p.latent > 0) {  // rebuilt keys meet queries as they are
+    if (s.slots == nullptr) return;
+    float* scaled = s.turned + row * stride;
+    for (int d = 0; d < stride; ++d) scaled[d] = d < dim ? q[d] * factor : 0.0f;
+    return;
+  }
   if (s.slots != nullptr) {
     float* turned = s.turned + row * stride;
     std::memcpy(turned, q, size_t(dim) * sizeof(float));

@@ -23,6 +23,8 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   if (check_rows(params, in, h)) return 1;
   if (h.hidden_from < h.hidden_to) return fail("a body with hidden slots cannot be searched: lower `retrieve` instead of hiding slots");
 
+  if (in.scored && params.latent > 0) return fail("latent keys are not ranked again: slots of them have no scores");
+
   Loaded loaded = {};
   Retrieval r = {};
   r.params = params;
@@ -37,7 +39,7 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   r.table_stride = int(in.table_columns);
   r.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   r.retrieve = int(retrieved_slots(params, state));
-  r.rerank = h.rerank;
+  r.rerank = params.latent > 0 ? 1 : h.rerank;  // there are no stored keys to rank again
   r.rows = int(in.rows);
   r.slots = slots;
   r.scored = in.scored;

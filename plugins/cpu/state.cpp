@@ -123,7 +123,7 @@ uint64_t hash_state(const LayerParams& params, const void* state, int64_t positi
       for (int d = 0; d < dim; ++d) hash.bytes(plane + d * EDGEKV_LANES * element, lanes * element);
     }
   };
-  interleaved(s.tail_z, params.latent);
+  packs_latents(params) ? hash.bytes(s.tail_z, size_t(tail / EDGEKV_LANES * EDGEKV_LANES) * latent_record_bytes(params)) : interleaved(s.tail_z, params.latent);
   for (int head = 0; head < params.kv_heads; ++head) {
     interleaved(s.tail_k + size_t(head) * params.tail_slots * params.key_dim * element, params.key_dim);
     const size_t row = size_t(params.value_dim) * element;

@@ -11,7 +11,8 @@
 //                                                              dimension of 16 tokens and a dot product needs no reduction (dense)
 //   body_v      elem  [kv_heads][body_slots][value_dim]                          (dense)
 //   body_z      elem  [body_slots/16][latent][16]       what stands for the keys of all kv heads, 16 tokens interleaved; body_k is
-//                                                      empty then (latent)
+//                                                      empty then (latent, dense)
+//               uint8 [body_slots][latent_record_bytes]  the same, quantised, token by token (latent, selfindex)
 //   index       uint8 [kv_heads][body_slots/32][key_dim/4][16]   sign codes, 32 tokens side by side: byte i of a group holds the
 //                                                              code of token i in its low and of token i + 16 in its high half
 //   payload     uint8 [kv_heads][body_slots][record_bytes]       one record per token (selfindex)
@@ -22,12 +23,16 @@
 //   sink_v      elem  [kv_heads][ceil16(sinks)][value_dim]       (selfindex)
 //   tail_k      elem  [kv_heads][tail_slots/16][key_dim][16]
 //   tail_v      elem  [kv_heads][tail_slots][value_dim]
-//   tail_z      elem  [tail_slots/16][latent][16]      what the body will hold of the tail's keys (latent)
+//   tail_z      elem  [tail_slots/16][latent][16]      what the body will hold of the tail's keys (latent, dense)
+//               uint8 [tail_slots][latent_record_bytes]  the same (latent, selfindex), of whole sixteens of tokens
 //   tail_q      elem  [q_heads][observe][key_dim]      last `observe` queries of the interval (keep = heavy by attention only)
 //
 // A record of a selfindex body is, back to back: key magnitudes (4 * key_bits bytes per 32 numbers), value codes (4 * value_bits
 // bytes per 32 numbers), then the fp16 pairs (zero point, scale) of the key's and of the value's groups of 32, padded to 16 bytes.
 // Bits b i .. b i + b - 1 of byte j of a group's 4 b bytes hold number 4 b i + j. docs/self_index.md says what the numbers mean.
+// With latent it holds values alone, padded to 8 bytes, and what stands for the keys of all kv heads of a token is a record of body_z:
+// 8 bytes for every 16 numbers begun, byte j with number j in its low and number 8 + j in its high half, then the fp16 pairs of the groups of
+// 32. Numbers beyond `latent` have the code 0.
 //
 // Slots 0..body_count-1 of every kv head are filled, in order of position; all kv heads have the same count. The sinks of a dense
 // body are its first slots; those of a selfindex body lie in sink_k and sink_v, min(sinks, tail_base) of them. Tail slot i holds
@@ -115,14 +120,25 @@ struct RecordLayout {
 };
 
 inline RecordLayout record_layout(const LayerParams& p) {
-  const size_t keys = (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP, values = (p.value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
+  const size_t keys = p.latent > 0 ? 0 : (p.key_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP, values = (p.value_dim + EDGEKV_GROUP - 1) / EDGEKV_GROUP;
+  const size_t unit = p.latent > 0 ? 8 : 16;
   RecordLayout r;
   r.values = 4 * p.key_bits * keys;
   r.key_pairs = r.values + 4 * p.value_bits * values;
   r.value_pairs = r.key_pairs + 4 * keys;
-  r.bytes = (r.value_pairs + 4 * values + 15) / 16 * 16;
+  r.bytes = (r.value_pairs + 4 * values + unit - 1) / unit * unit;
   return r;
 }
+
+// Whether latents are quantised, token by token.
+inline bool packs_latents(const LayerParams& p) { return p.latent > 0 && p.format == kFormatSelfIndex; }
+
+// Bytes of the codes of a quantised latent, and of its whole record.
+inline size_t latent_code_bytes(const LayerParams& p) { return size_t(p.latent + 15) / 16 * 8; }
+inline size_t latent_record_bytes(const LayerParams& p) { return latent_code_bytes(p) + size_t(p.latent + EDGEKV_GROUP - 1) / EDGEKV_GROUP * 4; }
+
+// Bytes of what stands for the keys of all kv heads of a token (latent).
+inline size_t latent_bytes(const LayerParams& p) { return packs_latents(p) ? latent_record_bytes(p) : size_t(p.latent) * element_bytes(p); }
 
 inline StateLayout state_layout(const LayerParams& p) {
   auto align = [](size_t n) { return (n + 63) / 64 * 64; };
@@ -137,7 +153,7 @@ inline StateLayout state_layout(const LayerParams& p) {
   s.body_k = s.body_seen + align(scored);
   s.body_v = s.body_k + align(p.latent > 0 ? 0 : dense * kv * body * dim * e);
   s.body_z = s.body_v + align(dense * kv * body * p.value_dim * e);
-  s.index = s.body_z + align(body * p.latent * e);
+  s.index = s.body_z + align(body * latent_bytes(p));
   s.payload = s.index + align(packed * kv * body * (dim / 4) / 2);
   s.mean = s.payload + align(packed * kv * body * record_layout(p).bytes);
   s.codebook = s.mean + align(packed * kv * p.intervals * dim * 2);
@@ -147,7 +163,7 @@ inline StateLayout state_layout(const LayerParams& p) {
   s.tail_k = s.sink_v + align(kv * sinks * p.value_dim * e);
   s.tail_v = s.tail_k + align(kv * tail * dim * e);
   s.tail_z = s.tail_v + align(kv * tail * p.value_dim * e);
-  s.tail_q = s.tail_z + align(tail * p.latent * e);
+  s.tail_q = s.tail_z + align(tail * latent_bytes(p));
   const size_t queries = keeps_scores(p) ? size_t(p.q_heads) * p.observe * dim * e : 0;
   s.bytes = (s.tail_q + align(queries) + 255) / 256 * 256;
   return s;
@@ -188,7 +204,8 @@ inline const char* check_params(const LayerParams& p) {
   if (p.latent < 0 || p.latent > EDGEKV_MOST_LATENT || p.latent > int64_t(p.kv_heads) * p.key_dim)
     return "latent must be between 0 and the numbers of all keys of a token, at most 4096";
   if (p.latent > 0) {
-    if (packed || p.head_dim != 0) return "latent keys need format 0 (dense) and head_dim 0";
+    if (p.head_dim != 0) return "latent keys need head_dim 0";
+    if (packed && ranks_by_keys(p)) return "latent keys of format 1 (selfindex) cannot be ranked: keep must be 0 (full) or 1 (window)";
     if (p.positions != kPositionsOriginal) return "positions must be 0 (original): latent keys cannot be turned";
     if (keeps_scores(p)) return "latent keys cannot be ranked by attention: score must be 1 (keys)";
     if (p.rotary_dim > 0 && !p.fused_rotary) return "latent keys need fused_rotary: they are made before the rotation";

@@ -47,7 +47,7 @@ int Kernel::compute(KernelContext* context) const {
   const Tensor& state = input[kState];
   if (check_state(p, state.data, state.size(), in.position)) return 1;
   const int64_t count = retrieved_slots(p, state.data);
-  in.scored = count > 0;  // the codes of what was just scanned are still in a cache; attention would fetch them once more
+  in.scored = count > 0 && p.latent == 0;  // the codes of what was just scanned are still in a cache; attention would fetch them once more
   const int64_t plain[3] = {p.kv_heads, in.rows, count}, scored[4] = {p.kv_heads, in.rows, 1 + p.q_heads / p.kv_heads, count};
   void* slots;
   if (make_output(api, context, 0, in.scored ? scored : plain, in.scored ? 4 : 3, &slots)) return 1;

@@ -66,17 +66,21 @@ int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t he
   return 0;
 }
 
+int view_decode(const LayerParams& p, const Tensor& decode, StepInputs* in) {
+  in->key_decode = static_cast<const float*>(decode.data);
+  if (decode.data == nullptr || decode.rank != 3 || decode.dims[0] != p.kv_heads || decode.dims[1] != p.latent + 1 || decode.dims[2] != p.key_dim)
+    return fail("key_decode must have the shape [%d, %d, %d]", p.kv_heads, p.latent + 1, p.key_dim);
+  return 0;
+}
+
 int view_latent(const LayerParams& p, const Tensor& encode, const Tensor& decode, StepInputs* in) {
   in->key_encode = static_cast<const float*>(encode.data);
-  in->key_decode = static_cast<const float*>(decode.data);
   if (p.latent == 0)
     return encode.data == nullptr && decode.data == nullptr ? 0 : fail("key_encode and key_decode are for latent keys: attribute latent must say how many numbers they have");
   const int64_t all = int64_t(p.kv_heads) * p.key_dim;
   if (encode.data == nullptr || encode.rank != 2 || encode.dims[0] != all || encode.dims[1] != p.latent)
     return fail("key_encode must have the shape [%" PRId64 ", %d]", all, p.latent);
-  if (decode.data == nullptr || decode.rank != 3 || decode.dims[0] != p.kv_heads || decode.dims[1] != p.latent + 1 || decode.dims[2] != p.key_dim)
-    return fail("key_decode must have the shape [%d, %d, %d]", p.kv_heads, p.latent + 1, p.key_dim);
-  return 0;
+  return view_decode(p, decode, in);
 }
 
 int view_step(const LayerParams& p, const Tensor* input, StepInputs* in) {

@@ -16,6 +16,8 @@ int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t he
 // Checks what latent keys are made and rebuilt with, [kv_heads * key_dim, latent] and [kv_heads, latent + 1, key_dim], and sets it in `in`;
 // without latent there must be neither.
 int view_latent(const LayerParams& p, const Tensor& encode, const Tensor& decode, StepInputs* in);
+// The second of them alone, with latent.
+int view_decode(const LayerParams& p, const Tensor& decode, StepInputs* in);
 
 // Both fill `in` from tensors [kStepInputs] and return 0, or 1 with a sentence (cpu/error.h). The second one ignores keys and values.
 // They look at shapes and addresses only, so tensors may lie in device memory; in.position is left alone.

@@ -64,6 +64,27 @@ def test_latent_keys_go_with_keep_rules_and_another_cache(tmp_path, policy, budg
     assert again.manifest["keys"] == made.manifest["keys"] and again.latent
 
 
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
+@pytest.mark.parametrize("policy, budget", [
+    (CachePolicy(format="selfindex", element="fp32", boundary=32, value_bits=8, sinks=0), None),
+    (CachePolicy(keep="window", format="selfindex", element="fp32", boundary=32, value_bits=8), "64tok"),
+])  # fmt: skip
+def test_latent_keys_go_into_a_compressed_cache(tmp_path, name, policy, budget):
+    folder, ids = make(tmp_path / "model", name), random_text(100)
+    made = export(folder, tmp_path / "bundle", policy=policy, budget=parse_budget(budget) if budget else None)  # its parity check runs
+    assert made.latent and made.compressed and made.first_loss == 32 and made.manifest["policy"]["rerank"] == 1
+    for layer in made.layers:
+        p = layer["params"]
+        assert layout.packs_latents(p) and made.manifest["keys"]["token_bytes"] == len(made.layers) * layout.latent_bytes(p)
+    logits = bundle_logits(made, ids)
+    assert np.abs(logits[:32] - expected(folder, ids)[:32]).max() < 1e-3
+    dense = replan.replan(made, tmp_path / "dense", CachePolicy(element="fp32", boundary=32), None)
+    again = replan.replan(dense, tmp_path / "again", policy, parse_budget(budget) if budget else None)
+    np.testing.assert_array_equal(bundle_logits(again, ids), logits)
+    if budget is None:
+        assert np.abs(logits - bundle_logits(dense, ids)).mean() < 0.25
+
+
 def test_one_budget_is_spread_by_measured_divergence(tmp_path):
     keys = export(make(tmp_path / "model", "llama"), tmp_path / "bundle", rank="auto:50%").manifest["keys"]
     assert keys["token_bytes"] <= keys["token_bytes_whole"] // 2 and all(rank % ranks.STEP == 0 for rank in keys["ranks"])
@@ -121,7 +142,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
     turned = make(tmp_path / "turned", "gptj")
     options = ("-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", "--key-form", "latent", "--key-rank")
     for model, more, sentence in [
-        (folder, ("50%", "--cache", "selfindex"), "cannot store latent keys yet"), (folder, ("50%", "--keep", "heavy", "--kv-budget", "64tok"), "the score 'keys'"),
+        (folder, ("50%", "--cache", "selfindex", "--key-bits", "2"), "key magnitudes"), (folder, ("50%", "--cache", "selfindex", "--rerank", "2"), "rerank must be 1"),
+        (folder, ("50%", "--cache", "selfindex", "--keep", "heavy", "--score", "keys", "--kv-budget", "96tok"), "cannot be ranked"),
+        (folder, ("50%", "--keep", "heavy", "--kv-budget", "64tok"), "the score 'keys'"),
         (folder, ("50%", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "--positions original"),
         (folder, ("33",), "more than the 32 numbers"), (turned, ("50%",), "was not recognised in the graph"),
     ]:  # fmt: skip

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from latent_cases import Latent
 
 from edgekv import layout, native
 from edgekv.memory.traffic import step_traffic
@@ -12,8 +13,11 @@ SHAPES = {
     "window": {"keep": 1, "body_slots": 192, "sinks": 20},
     "no-sinks": {"keep": 0, "body_slots": 512, "sinks": 0, "key_bits": 4, "value_bits": 2},
     "sliding": {"keep": 1, "body_slots": 224, "sinks": 0, "sliding_window": 210},
+    "latent": {"keep": 1, "body_slots": 192, "sinks": 20, "latent": 41, "value_bits": 2},
+    "latent-sliding": {"keep": 0, "body_slots": 512, "sinks": 0, "latent": 64, "sliding_window": 210},
     "odd-heads": {"keep": 0, "body_slots": 512, "key_dim": 44, "value_dim": 20, "key_bits": 4, "value_bits": 8, "q_heads": 7, "kv_heads": 1},
 }
+RETRIEVALS = ((0, 1, False), (24, 1, False), (24, 4, False), (24, 4, True), (24, 64, True), (511, 4, False), (511, 4, True))
 
 
 def params_of(**fields):
@@ -31,7 +35,7 @@ def isa(request):
 
 def state_at(params, position):
     """The bytes of a cache that has read `position` random tokens."""
-    random, cache = np.random.default_rng(position), SelfIndexCache(params)
+    random, cache = np.random.default_rng(position), Latent(params).packed_oracle() if params["latent"] else SelfIndexCache(params)
     tail = params["tail_slots"]
     for _ in range(position // tail):
         layout.write_keys(cache.state.tail_k, 0, random.standard_normal((params["kv_heads"], tail, params["key_dim"]), np.float32))
@@ -51,7 +55,8 @@ def counted(params, state, position, rows, retrieve, rerank, scored):
         for heads, dim in ((params["q_heads"], params["key_dim"]), (params["kv_heads"], params["key_dim"]), (params["kv_heads"], params["value_dim"]))
     )
     before = view.header["traffic"].copy()
-    native.attend(struct, q, k, v, position, state, slots=native.retrieve(struct, q, position, state, scored=scored))
+    maps = Latent(params).inputs(position, rows) if params["latent"] else {}
+    native.attend(struct, q, k, v, position, state, slots=native.retrieve(struct, q, position, state, scored=scored), **maps)
     return dict(zip(layout.TRAFFIC, (view.header["traffic"] - before).tolist(), strict=False))
 
 
@@ -61,7 +66,7 @@ def test_counted_bytes_are_the_formula(shape, position, isa):
     params = params_of(**SHAPES[shape])
     state = state_at(params, position)
     for rows in (1, 3, 16 if position % 32 <= 16 else 2):
-        for retrieve, rerank, scored in ((0, 1, False), (24, 1, False), (24, 4, False), (24, 4, True), (24, 64, True), (511, 4, False), (511, 4, True)):
+        for retrieve, rerank, scored in RETRIEVALS[: 3 if params["latent"] else None]:  # latent keys are not ranked again
             want = step_traffic(params, position, rows, isa, retrieve=retrieve, rerank=rerank, scored=scored)
             found = counted(params, state, position, rows, retrieve, rerank, scored)
             assert found == want, (rows, retrieve, rerank, scored)

@@ -211,8 +211,8 @@ def test_maps_that_are_missing_are_refused():
     "wrong, sentence",
     [
         ({"latent": -1}, "latent must be between 0"), ({"latent": 17}, "latent must be between 0"), ({"head_dim": 8}, "head_dim 0"),
-        ({"format": 1, "body_slots": 64, "intervals": 4}, "format 0"), ({"positions": "cache", "keep": "window"}, "latent keys cannot be turned"),
-        ({"keep": "heavy", "window": 4}, "ranked by attention"), ({"rotary_dim": 6}, "fused_rotary"),
+        ({"positions": "cache", "keep": "window"}, "latent keys cannot be turned"),
+        ({"keep": "heavy", "window": 4}, "ranked by attention"), ({"keep": "heavy", "window": 4, "score": 1, "format": 1, "intervals": 4}, "cannot be ranked"), ({"rotary_dim": 6}, "fused_rotary"),
         ({"q_heads": 40, "kv_heads": 40, "key_dim": 128}, "at most 4096"),
     ],
 )  # fmt: skip

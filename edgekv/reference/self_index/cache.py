@@ -57,8 +57,8 @@ class SelfIndexCache:
         """Dequantised keys and values of the body: float32 [kv_heads, count, key_dim] and [..., value_dim]."""
         p = self.params
         magnitude, value, key_pairs, value_pairs = self._record_parts()
-        magnitude = dequantise(unpack(magnitude, p["key_bits"]), _as_pairs(key_pairs), p["key_dim"])
-        value = dequantise(unpack(value, p["value_bits"]), _as_pairs(value_pairs), p["value_dim"])
+        magnitude = dequantise(unpack(magnitude, p["key_bits"]), as_pairs(key_pairs), p["key_dim"])
+        value = dequantise(unpack(value, p["value_bits"]), as_pairs(value_pairs), p["value_dim"])
         keys = hadamard(signs.signs_of(self.codes()) * magnitude) + self._means_of_slots()
         return keys, hadamard(value)
 
@@ -131,7 +131,7 @@ class SelfIndexCache:
         """Scores of body slots for the query heads of a kv head, from whole numbers: float32 [group, len(slots)], see ranking.scores."""
         p = self.params
         magnitude, _, key_pairs, _ = self._record_parts()
-        stored = unpack(magnitude[head, slots], p["key_bits"]), _as_pairs(key_pairs[head, slots])
+        stored = unpack(magnitude[head, slots], p["key_bits"]), as_pairs(key_pairs[head, slots])
         return second_ranking.scores(
             query[head], hadamard(query[head]), *stored, signs.signs_of(self.codes()[head, slots]), p["key_bits"],
             self.state.mean[head].astype(np.float32), self._interval_of_slots()[head, slots], p["scale"], p["softcap"],
@@ -196,12 +196,16 @@ class SelfIndexCache:
         codes = signs.sign_codes(spread)
         for head in range(p["kv_heads"]):
             signs.learn(s.codebook[head], s.code_seen[head], spread[head], codes[head])
-        magnitude, key_pairs = quantise(np.abs(spread), p["key_bits"])
-        key_pairs = unbiased(np.abs(spread), magnitude, key_pairs)
+        magnitude, key_pairs = self._key_parts(spread)
         value, value_pairs = quantise(hadamard(values), p["value_bits"])
-        parts = [pack(magnitude, p["key_bits"]), pack(value, p["value_bits"]), _as_bytes(key_pairs), _as_bytes(value_pairs)]
-        records = np.concatenate(parts, axis=-1)
+        records = np.concatenate([magnitude, pack(value, p["value_bits"]), key_pairs, _as_bytes(value_pairs)], axis=-1)
         return codes, np.pad(records, ((0, 0), (0, 0), (0, layout.record_bytes(p) - records.shape[-1])))
+
+    def _key_parts(self, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What records hold of transformed keys less their mean, float32 [kv_heads, n, key_dim]: magnitudes and pairs, bytes [kv_heads, n, ...]."""
+        bits = self.params["key_bits"]
+        magnitude, pairs = quantise(np.abs(spread), bits)
+        return pack(magnitude, bits), _as_bytes(unbiased(np.abs(spread), magnitude, pairs))
 
     def _scores(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores and observing pairs of body and tail without sinks, as the dense cache has them: float32 [kv_heads, n]."""
@@ -237,6 +241,6 @@ def _as_bytes(pairs: np.ndarray) -> np.ndarray:
     return pairs.view(np.uint8).reshape(*pairs.shape[:2], 4 * pairs.shape[2])
 
 
-def _as_pairs(part: np.ndarray) -> np.ndarray:
+def as_pairs(part: np.ndarray) -> np.ndarray:
     """Inverse of _as_bytes."""
     return np.ascontiguousarray(part).view(np.float16).reshape(*part.shape[:-1], part.shape[-1] // 4, 2)
