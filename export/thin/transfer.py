@@ -22,7 +22,7 @@ from edgekv.export.thin.train import rate_of
 from edgekv.geometry import LayerGeometry
 
 STEPS = 200
-LENGTH = 2048  # tokens of a piece that is read: what is learned from shorter ones does not hold at longer distances
+LENGTH = 512  # tokens of a piece that is read; longer ones teach more of long distances in a step, which takes longer
 LEAST_PIECES = 2  # one to learn from, one to measure on
 
 
