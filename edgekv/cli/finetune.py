@@ -26,6 +26,7 @@ from edgekv.cli._stages import stages
 @click.option("--calibrate-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps of them per layer.")
 @click.option("--transfer-steps", type=click.IntRange(0), default=200, show_default=True,
               help="Steps per layer in which it learns the full model's attention, before the training.")  # fmt: skip
+@click.option("--transfer-length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a piece that it learns that on.")
 @click.option("--control/--no-control", default=True, show_default=True, help="Train whole keys on the same data too and give their perplexity (text, both).")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--save-every", type=click.IntRange(1), help="Steps between checkpoints; default once a minute.")

@@ -29,12 +29,12 @@ class Scores:
     def logits(self, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """float [..., q_heads, R, T] of q [..., q_heads, R, n] at the positions `rows` (all when None) and k [..., kv_heads, T, n];
         keys that a query does not see are -inf."""
-        group = q.shape[-3] // k.shape[-3]
-        k = k.repeat_interleave(group, -3) if group > 1 else k
-        x = (q @ k.transpose(-1, -2)) * self.scale
+        heads, count = k.shape[-3], q.shape[-2]
+        grouped = (q * self.scale).unflatten(-3, (heads, -1)).flatten(-3, -2)  # query heads of one kv head as rows of one product
+        x = (grouped @ k.transpose(-1, -2)).unflatten(-2, (-1, count)).flatten(-4, -3)
         if self.softcap:
             x = self.softcap * torch.tanh(x / self.softcap)
-        return x.masked_fill(~self.seen(k.shape[-2], rows, x.device), float("-inf"))
+        return x.masked_fill_(~self.seen(k.shape[-2], rows, x.device), float("-inf"))
 
     def seen(self, count: int, rows: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """bool [R, T]: which keys the queries see."""

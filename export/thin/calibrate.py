@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,8 +146,24 @@ def _divergence(text: LayerText, chunk: int, maps: Maps, rows: torch.Tensor) -> 
 
 def divergence(full: torch.Tensor, thin: torch.Tensor) -> torch.Tensor:
     """Mean over heads and rows of KL(full attention || thin attention), nats, of logits [heads, R, T] with -inf where nothing is seen."""
-    full, thin = full.log_softmax(-1), thin.log_softmax(-1)
-    return torch.where(full > -1e30, full.exp() * (full - thin), 0.0).nan_to_num(0.0).sum(-1).mean()
+    return _Divergence.apply(full, thin).mean()
+
+
+class _Divergence(torch.autograd.Function):
+    """KL of every row. Written out because it is most of a step on long texts: its gradient is what the thin attention has too much."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, thin: torch.Tensor) -> torch.Tensor:
+        full, thin = full.log_softmax(-1), thin.log_softmax(-1)
+        p = full.exp()
+        kl = full.sub_(thin).nan_to_num_(0.0).mul_(p).sum(-1)  # what is not seen is the difference of two infinities
+        ctx.save_for_backward(p, thin.exp_())
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        p, found = ctx.saved_tensors
+        return None, (found - p) * grad[..., None]
 
 
 @torch.no_grad()

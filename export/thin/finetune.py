@@ -36,7 +36,7 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. transfer_steps: of each layer's attention transfer
-    (0: none). control: train whole keys on the same data too."""
+    (0: none), in pieces of at most transfer_length tokens. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
@@ -48,6 +48,7 @@ class Options:
     calibrate_tokens: int = make.TOKENS
     calibrate_steps: int = make.STEPS
     transfer_steps: int = transfer.STEPS
+    transfer_length: int = transfer.LENGTH
     control: bool = True
     seed: int = 0
     save_every: int | None = None
@@ -173,7 +174,8 @@ def _transferred(
         return start
     path = work / TRANSFER
     if accelerator.is_main_process:
-        chunks = transfer.chunks_for(corpus.training, options.transfer_steps)
+        pieces = corpus.joined(min(options.transfer_length, context), transfer.LEAST_PIECES)
+        chunks = transfer.chunks_for(pieces, options.transfer_steps)
         trainable.only_these(plain, names)
         plain.to(accelerator.device)
         teacher.to(accelerator.device)
@@ -204,7 +206,7 @@ def _finish(
                 p.copy_(p.to(stored).float())
     figures = {
         "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "transfer_steps": options.transfer_steps, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": options.transfer_length, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,

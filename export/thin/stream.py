@@ -192,6 +192,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, g: LayerGeometry
     half = g.rotary_dim // 2
     first = slice(0, g.rotary_dim, 2) if g.rotary_interleaved else slice(0, half)
     second = slice(1, g.rotary_dim, 2) if g.rotary_interleaved else slice(half, g.rotary_dim)
-    out, a, b = x.clone(), x[..., first], x[..., second]
-    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
-    return out
+    a, b = x[..., first], x[..., second]
+    both = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(both, -1).flatten(-2) if g.rotary_interleaved else torch.cat(both, -1)
+    return turned if g.rotary_dim == x.shape[-1] else torch.cat((turned, x[..., g.rotary_dim :]), -1)

@@ -24,10 +24,12 @@ LOSSES = ("distill", "text", "both")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in sequences of one length: int64 [N, T] to train on and [M, T] that is only measured."""
+    """Text in sequences of one length: int64 [N, T] to train on and [M, T] that is only measured; and the number in the text of each
+    sequence to train on, ascending."""
 
     training: torch.Tensor
     validation: torch.Tensor
+    places: tuple[int, ...]
 
     @classmethod
     def cut(cls, ids: list[int], length: int) -> Corpus | None:
@@ -38,7 +40,18 @@ class Corpus:
         rows = torch.tensor(ids[: count * length]).view(count, length)
         held = np.unique(np.linspace(0, count - 1, max(1, min(VALIDATED, count // 20)) + 2).astype(int)[1:-1])
         kept = np.setdiff1d(np.arange(count), held)
-        return cls(rows[kept], rows[held])
+        return cls(rows[kept], rows[held], tuple(int(i) for i in kept))
+
+    def joined(self, length: int, least: int) -> torch.Tensor:
+        """int64 [n, K T]: neighbouring sequences to train on as pieces of at most `length` tokens, shorter ones when the text has fewer
+        than `least` pieces of that."""
+        runs = np.split(np.arange(len(self.places)), np.flatnonzero(np.diff(self.places) != 1) + 1)
+        size = self.training.shape[1]
+        for many in range(max(1, length // size), 0, -1):
+            pieces = [run[i : i + many] for run in runs for i in range(0, len(run) - many + 1, many)]
+            if len(pieces) >= least:
+                return torch.stack([self.training[piece].flatten() for piece in pieces])
+        return self.training
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from edgekv.export.thin.train import rate_of
 from edgekv.geometry import LayerGeometry
 
 STEPS = 200
+LENGTH = 512  # tokens of a piece that is read; longer ones teach more of long distances in a step, which takes longer
+LEAST_PIECES = 2  # one to learn from, one to measure on
 
 
 def chunks_for(training: torch.Tensor, steps: int) -> torch.Tensor:
@@ -131,5 +133,5 @@ class Layer:
         with torch.no_grad():
             full = text.scores.logits(text.q[chunk][:, rows], text.k[chunk], rows)
         q, k = stream.queries_and_keys(self._block, self._reading.hidden[chunk], self._reading.call)
-        q, k = (stream.further(x, self._geometry, self._starts[chunk]) for x in (q, k))
-        return divergence(full, text.scores.logits(*maps.apply(q[:, rows], k), rows))
+        q, k = (stream.further(x, self._geometry, self._starts[chunk]) for x in (q[:, rows], k))
+        return divergence(full, text.scores.logits(*maps.apply(q, k), rows))

@@ -6,7 +6,7 @@ import torch
 from tiny_models import make
 
 from edgekv.export import exporter, load
-from edgekv.export.thin import calibrate, stream, trainable, transfer
+from edgekv.export.thin import calibrate, stream, train, trainable, transfer
 from edgekv.export.thin.make import load_model, starts_of
 
 CHUNKS = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (2, 48))).repeat(2, 1)  # tiny models learn nothing that holds elsewhere
@@ -105,3 +105,21 @@ def test_as_much_text_as_the_steps_can_read(rows, length, steps):
     fitted = sum(not calibrate.held_out(i, len(chunks)) for i in range(len(chunks)))
     assert len(set(chunks[:, 0].tolist())) == len(chunks) <= rows
     assert len(chunks) == rows or steps * min(transfer.ROWS, length) <= fitted * length <= steps * min(transfer.ROWS, length) + 3 * length
+
+
+def test_long_pieces_are_neighbours_and_hold_nothing_that_is_measured():
+    ids = list(range(40 * 8))
+    corpus = train.Corpus.cut(ids, 8)
+    measured = set(corpus.validation.flatten().tolist())
+    assert measured
+    pieces = corpus.joined(35, 2)
+    assert pieces.shape[1] == 32 and len(pieces) >= 2 and not measured & set(pieces.flatten().tolist())
+    assert all(torch.equal(piece, piece[0] + torch.arange(32)) for piece in pieces)
+    assert torch.equal(corpus.joined(8, 2), corpus.training) and torch.equal(corpus.joined(3, 2), corpus.training)
+
+
+def test_a_short_text_makes_shorter_pieces():
+    corpus = train.Corpus.cut(list(range(10 * 8)), 8)  # one of ten is measured
+    pieces = corpus.joined(64, 4)
+    assert len(pieces) >= 4 and pieces.shape[1] == 16
+    assert torch.equal(train.Corpus.cut(list(range(16)), 8).joined(64, 2), torch.arange(8, 16)[None])

@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("gamma", [(), ("--gamma", "5")])
 def test_greedy_text_does_not_depend_on_drafts(edgekv, folder, draft, gamma):
     spec = draft if draft in ("ngram", "self", "self:16") else folder / draft
-    wanted = json.loads(edgekv("run", folder / "target", "-p", "some text", *RUN).stdout)
-    answer = json.loads(edgekv("run", folder / "target", "-p", "some text", *RUN, "--draft", spec, *gamma).stdout)
+    wanted = json.loads(edgekv("run", folder / "target", "-p", "a text", *RUN).stdout)
+    answer = json.loads(edgekv("run", folder / "target", "-p", "a text", *RUN, "--draft", spec, *gamma).stdout)
     assert answer["token_ids"] == wanted["token_ids"]
     told = answer["drafting"]
     assert told["gamma"] == (5 if gamma else None)
