@@ -72,6 +72,41 @@ inline void attend_whole(const Step& s, const PackedBody& b, int head, int first
   count_packed(s, b, tokens, means);
 }
 
+// Empties the sums over chosen tokens of `rows` rows, `stride` apart: values by lane, weights by lane, the largest score.
+inline void clear_sums(int rows, int width, int stride, float* sums) {
+  for (int r = 0; r < rows; ++r) {
+    std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
+    sums[r * stride + width + kLanes] = kNothing;
+  }
+}
+
+// Makes partials of them.
+inline void partials_of(const edgekv::LayerParams& p, int rows, int width, int stride, const float* sums, float* partial) {
+  const int result_width = edgekv::partial_width(p.value_dim);
+  for (int r = 0; r < rows; ++r, sums += stride, partial += edgekv::partial_stride(p.value_dim)) {
+    order_values(p.value_bits, sums, p.value_dim, partial);
+    std::memcpy(partial + result_width, sums + width, (kLanes + 1) * sizeof(float));
+  }
+}
+
+// Attends to a compressed body: all rows with whole(first, count, partial), or, where slots were chosen for them, those of each token with
+// chosen(row, rows, partial). Turns the values back.
+template <class Whole, class Chosen>
+inline void attend_compressed(const Step& s, int first, int count, float* partial, Whole whole, Chosen chosen) {
+  const int stride = edgekv::partial_stride(s.params.value_dim);
+  clear_partials(count, s.params.value_dim, partial);
+  if (s.slots == nullptr) {
+    whole(first, count, partial);
+  } else {
+    for (int r = 0, next; r < count; r = next) {
+      next = ((first + r) / s.group + 1) * s.group - first;
+      if (next > count) next = count;
+      chosen(first + r, next - r, partial + int64_t(r) * stride);
+    }
+  }
+  for (int r = 0; r < count; ++r) hadamard(partial + int64_t(r) * stride, s.params.value_dim);
+}
+
 // The rows of one token: `rows` of them from `row` of the kv head on.
 inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row, int rows, int begin, int end, float* partial, float* work) {
   const auto& p = s.params;
@@ -87,11 +122,8 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
   if (end > listed) end = listed;
   if (begin == 0) fetch_first(b, slots, listed, !s.scored);  // those of later splits have been asked for by the one before
   WholeQuery whole[kRowBlocks * kRowBlock];
-  for (int r = 0; r < rows; ++r) {
-    if (!s.scored) whole[r] = whole_query(s.turned + (at_row + r) * dim, dim, score_factor(p), levels + r * dim);
-    std::memset(sums + r * stride, 0, size_t(width + kLanes) * sizeof(float));
-    sums[r * stride + width + kLanes] = kNothing;
-  }
+  for (int r = 0; r < rows && !s.scored; ++r) whole[r] = whole_query(s.turned + (at_row + r) * dim, dim, score_factor(p), levels + r * dim);
+  clear_sums(rows, width, stride, sums);
   for (int at = begin; at < end; at += kTile) {
     const int size = end - at < kTile ? end - at : kTile;
     const PickedSlots t = {b, slots + at, size, listed - at};
@@ -104,11 +136,7 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
     for (int r = 0; r < rows; ++r) soften({sums + r * stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
     add_values_of({t, picked}, rows, scores, sums, stride, values);
   }
-  const int result_width = edgekv::partial_width(p.value_dim);
-  for (int r = 0; r < rows; ++r, sums += stride, partial += edgekv::partial_stride(p.value_dim)) {
-    order_values(p.value_bits, sums, p.value_dim, partial);
-    std::memcpy(partial + result_width, sums + width, (kLanes + 1) * sizeof(float));
-  }
+  partials_of(p, rows, width, stride, sums, partial);
   const uint64_t tokens = end > begin ? uint64_t(end - begin) : 0;
   if (s.scored)
     __atomic_fetch_add(&s.loaded->body_values, tokens * b.value_bytes(), __ATOMIC_RELAXED);
@@ -118,18 +146,9 @@ inline void attend_chosen(const Step& s, const PackedBody& b, int head, int row,
 
 void attend_packed(const Step& s, int head, int first, int count, int begin, int end, float* partial, float* work) {
   const PackedBody b(s.params, s.state, head, s.position - s.first_tail);
-  const int stride = edgekv::partial_stride(s.params.value_dim);
-  clear_partials(count, s.params.value_dim, partial);
-  if (s.slots == nullptr) {
-    attend_whole(s, b, head, first, count, begin, end, partial, work);
-  } else {
-    for (int r = 0, next; r < count; r = next) {
-      next = ((first + r) / s.group + 1) * s.group - first;
-      if (next > count) next = count;
-      attend_chosen(s, b, head, first + r, next - r, begin, end, partial + int64_t(r) * stride, work);
-    }
-  }
-  for (int r = 0; r < count; ++r) hadamard(partial + int64_t(r) * stride, s.params.value_dim);
+  attend_compressed(
+      s, first, count, partial, [&](int row, int rows, float* to) { attend_whole(s, b, head, row, rows, begin, end, to, work); },
+      [&](int row, int rows, float* to) { attend_chosen(s, b, head, row, rows, begin, end, to, work); });
 }
 
 }  // namespace

@@ -164,10 +164,7 @@ inline void attend_chosen_latent(const Step& s, const PackedBody& b, int head, i
   LatentKeys latents(s, head);
   for (int i = begin; i < end && i < begin + kLatentsAhead; ++i) latents.fetch(slots[i]);
   fetch_first(b, slots + begin, end - begin, false);
-  for (int r = 0; r < rows; ++r) {
-    std::memset(sums + r * sums_stride, 0, size_t(width + kLanes) * sizeof(float));
-    sums[r * sums_stride + width + kLanes] = kNothing;
-  }
+  clear_sums(rows, width, sums_stride, sums);
   for (int at = begin; at < end; at += kTile) {
     const int size = end - at < kTile ? end - at : kTile;
     for (int block = 0; block < size; block += kLanes) {
@@ -182,28 +179,15 @@ inline void attend_chosen_latent(const Step& s, const PackedBody& b, int head, i
     for (int r = 0; r < rows; ++r) soften({sums + r * sums_stride, width}, scores + r * kTile, 0, (size + kLanes - 1) / kLanes, 0, size, p.softcap);
     add_values_of({{b, slots + at, size, listed - at}, picked}, rows, scores, sums, sums_stride, values);
   }
-  const int result_width = edgekv::partial_width(p.value_dim);
-  for (int r = 0; r < rows; ++r, sums += sums_stride, partial += edgekv::partial_stride(p.value_dim)) {
-    order_values(p.value_bits, sums, p.value_dim, partial);
-    std::memcpy(partial + result_width, sums + width, (kLanes + 1) * sizeof(float));
-  }
+  partials_of(p, rows, width, sums_stride, sums, partial);
   count_latents(s, b, end > begin ? uint64_t(end - begin) : 0);
 }
 
 void attend_packed_latent(const Step& s, int head, int first, int count, int begin, int end, float* partial, float* work) {
   const PackedBody b(s.params, s.state, head, s.position - s.first_tail);
-  const int stride = edgekv::partial_stride(s.params.value_dim);
-  clear_partials(count, s.params.value_dim, partial);
-  if (s.slots == nullptr) {
-    attend_whole_latent(s, b, head, first, count, begin, end, partial, work);
-  } else {
-    for (int r = 0, next; r < count; r = next) {
-      next = ((first + r) / s.group + 1) * s.group - first;
-      if (next > count) next = count;
-      attend_chosen_latent(s, b, head, first + r, next - r, begin, end, partial + int64_t(r) * stride, work);
-    }
-  }
-  for (int r = 0; r < count; ++r) hadamard(partial + int64_t(r) * stride, s.params.value_dim);
+  attend_compressed(
+      s, first, count, partial, [&](int row, int rows, float* to) { attend_whole_latent(s, b, head, row, rows, begin, end, to, work); },
+      [&](int row, int rows, float* to) { attend_chosen_latent(s, b, head, row, rows, begin, end, to, work); });
 }
 
 }  // namespace
