@@ -29,6 +29,7 @@ graph may only point to external data that the manifest names too.  All failures
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -42,6 +43,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgekv import __version__, layout, protobuf, thin_keys
+from edgekv.cache_policy import CachePolicy
 from edgekv.errors import BundleError, UserError
 from edgekv.retrieval import MOST_RERANK, parse_retrieval
 
@@ -263,11 +265,21 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
     demand(len({layer["params"]["tail_slots"] for layer in layers}) == 1, "layers have different boundary intervals")
     if any(layout.is_selfindex(layer["params"]) for layer in layers):
         _check_retrieval(manifest["policy"], demand)
+    try:
+        cache_policy(manifest)
+    except UserError as error:
+        demand(False, f"policy: {str(error).rstrip('.')}")
 
     for name, entry in manifest["files"].items():
         demand(safe_name(name) and name != MANIFEST, f"the file name {name!r} leaves the bundle")
         good = isinstance(entry, dict) and _is_int(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
         demand(good, f"the entry of {name!r} lacks its size or hash")
+
+
+def cache_policy(manifest: dict[str, Any]) -> CachePolicy:
+    """The policy of a manifest, which may hold more than the rules. Raises UserError when it makes no sense."""
+    known = {field.name for field in dataclasses.fields(CachePolicy)}
+    return CachePolicy.from_json({name: value for name, value in manifest["policy"].items() if name in known})
 
 
 def _check_retrieval(policy: dict[str, Any], demand: Callable[[bool, str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -37,9 +36,9 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
 def policy_in_words(bundle: Bundle) -> str:
     """The cache policy as sentences, made from the manifest's figures, not from a stored text."""
     from edgekv import layout, policy
+    from edgekv.bundle import cache_policy
 
-    known = {field.name for field in dataclasses.fields(policy.CachePolicy)}
-    rules = policy.CachePolicy.from_json({k: v for k, v in bundle.manifest["policy"].items() if k in known})
+    rules = cache_policy(bundle.manifest)
     held = max(layout.held_tokens(layer["params"]) for layer in bundle.layers)
     return policy.describe(rules.resolve(held, bundle.boundary), held, bundle.model["context"])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgekv import layout
 from edgekv.budget import Budget
+from edgekv.bundle import cache_policy
 from edgekv.errors import UserError
 from edgekv.memory import estimate, planner
 from edgekv.memory.model import ModelShape, rows_per_step_flops
@@ -49,11 +50,7 @@ def shortened(question: Question, profiles: list[Profile]) -> Question:
 
 def bundle_plan(shape: ModelShape) -> Plan:
     """The plan that a bundle was exported with, from its manifest."""
-    import dataclasses
-
-    known = {f.name for f in dataclasses.fields(CachePolicy)}
-    stored = {k: v for k, v in shape.bundle.manifest["policy"].items() if k in known}
-    rules = CachePolicy.from_json(stored)
+    rules = cache_policy(shape.bundle.manifest)
     params = tuple({**_defaults(), **layer["params"]} for layer in shape.bundle.layers)
     held = max(layout.held_tokens(p) for p in params)
     return Plan(rules.resolve(held, shape.bundle.boundary), params, shape.context)

@@ -125,7 +125,7 @@ def make_model(
         before = {name: train.perplexity(thin.to(device), corpus.validation, device) for name, thin in (("full", teacher), ("before", untrained))}
         if options.transfer_steps:
             before["transferred"] = _of_transfer(teacher, transferred, names, corpus, work, device)
-        figures = _finish(source, student, names, corpus, accelerator, target, work, options, before, control)
+        figures = _finish(source, student, names, corpus, accelerator, target, work, options, context, before, control)
     accelerator.wait_for_everyone()
     return figures if main else {}
 
@@ -196,7 +196,7 @@ def _of_transfer(teacher: trainable.ThinModel, found: list[maps.KeyMaps], names:
 
 def _finish(
     source: load.Source, student: trainable.ThinModel, names: list[str], corpus: train.Corpus, accelerator: Any, target: Path, work: Path,
-    options: Options, before: dict[str, float], control: float | None,
+    options: Options, context: int, before: dict[str, float], control: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Saves the model as it was stored before, in its own number format, and measures it as saved."""
     stored = getattr(source.config, "dtype", None) or torch.float32
@@ -206,7 +206,7 @@ def _finish(
                 p.copy_(p.to(stored).float())
     figures = {
         "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": options.transfer_length, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,

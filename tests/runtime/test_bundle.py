@@ -105,7 +105,7 @@ def set_path(path, value):
         (["inv_freq"], [["x"]]), (["inv_freq"], [[1.0]]), (["inv_freq"], ...), (["files", "model.onnx", "bytes"], -1),
         (["files", "model.onnx", "sha256"], None), (["files", "/etc/passwd"], {"bytes": 1, "sha256": ""}),
         (["files", "../x"], {"bytes": 1, "sha256": ""}), (["files", "a/../../x"], {"bytes": 1, "sha256": ""}),
-        (["files", "C:\\x"], {"bytes": 1, "sha256": ""}), (["files", ""], {"bytes": 1, "sha256": ""}), (["parity"], 3), (["policy"], None),
+        (["files", "C:\\x"], {"bytes": 1, "sha256": ""}), (["files", ""], {"bytes": 1, "sha256": ""}), (["parity"], 3), (["policy"], None), (["policy", "key_bits"], "x"), (["policy", "keep"], 0),
         (["weights", "format"], ...), (["draft"], {}), (["draft"], None), (["draft"], {"head_tokens": 10**30, "coverage": None}),
         (["draft"], {"head_tokens": 5, "coverage": "all"}), (["parity"], {"mean_kl": float("inf")}), (["device"], float("nan")),
     ],
