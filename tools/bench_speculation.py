@@ -5,9 +5,9 @@
     python tools/bench_speculation.py TARGET --draft self --prompt-file LONG.txt --prompt-tokens 7900 --tokens 256
 
 DRAFT is what `edgekv run --draft` takes. Tasks are prompts for instruction models: code (write some), edit (change a given
-program), summary (of --prompt-file). Decoding is greedy. All lengths take turns, prompt by prompt and repeat by repeat, so that a
-machine that slows down slows all of them; plain decoding has an engine of its own, loaded as `edgekv run` without --draft does it.
-Speeds are medians over repeats of total tokens / total decoding seconds. Beside the speed-up of the clock stands that of processor
+program), summary (of --prompt-file). Decoding is greedy. Every length runs beside plain decoding, a few tokens of the one and as many of the other
+in turns, so that a machine whose clock drifts slows both; plain decoding has an engine of its own. Speeds are medians over repeats of total
+tokens / total decoding seconds, speed-ups medians of the ratio to the plain run beside it. Beside the speed-up of the clock stands that of processor
 time, which with --threads 1 says what the clock would on a machine that does nothing else. --json prints one object.
 
 The pair of which docs/speculation.md tells figures is Qwen2.5-Coder-Instruct, 0.5B for 1.5B, exported from GGUF files:
@@ -57,6 +57,7 @@ EDITS = [
     "Rename the class Budget to CacheBudget everywhere and print the complete file again:\n\n```python\n{code}```",
     "Add the unit TiB to the following file, change nothing else, and print the complete file again:\n\n```python\n{code}```",
 ]
+TURN = 16  # tokens, a fraction of a second
 SUMMARY = "Summarise the following text in about ten sentences, quoting its most important sentences word for word.\n\n{text}"
 
 
@@ -114,17 +115,35 @@ class Read:
         return session
 
 
-def decode(loaded, read: Read, decoder, count: int, ends: set[int], result: Result) -> list[int]:
-    """Up to `count` tokens behind the prompt; adds to `result` what came after the target had read the prompt: a drafter reads, too."""
-    session, sampler = read.into(loaded), Sampler(SamplingOptions(), loaded.vocab)
-    start, before = time.perf_counter(), time.process_time()
-    produced = decoder(session, sampler, read.logits)
-    tokens = [next(produced), *itertools.takewhile(lambda token: token not in ends, itertools.islice(produced, count - 1))]
-    result.seconds += time.perf_counter() - start
-    result.cpu_seconds += time.process_time() - before
-    result.tokens += len(tokens) - 1
-    produced.close()
-    return tokens
+class Decoding:
+    """Up to `count` tokens behind a prompt, some at a time; adds to `result` what came after the target had read it: a drafter reads, too."""
+
+    def __init__(self, loaded, read: Read, decoder, count: int, ends: set[int], result: Result):
+        self.tokens: list[int] = []
+        self.result, self._ends, self._left = result, ends, count
+        self._produced = decoder(read.into(loaded), Sampler(SamplingOptions(), loaded.vocab), read.logits, count)
+
+    def go_on(self, count: int) -> bool:
+        """Decodes up to `count` tokens more; whether there are others."""
+        start, before, had = time.perf_counter(), time.process_time(), len(self.tokens)
+        wanted = min(count, self._left)
+        self.tokens += itertools.takewhile(lambda token: token not in self._ends, itertools.islice(self._produced, wanted))
+        self.result.seconds += time.perf_counter() - start
+        self.result.cpu_seconds += time.process_time() - before
+        self._left -= wanted
+        got = len(self.tokens) - had
+        self.result.tokens += got - (had == 0)  # the first was there before
+        if got == wanted and self._left:
+            return True
+        self._produced.close()
+        return False
+
+
+def race(*all_of_them: Decoding) -> None:
+    """Runs them to their ends in turns."""
+    running = list(all_of_them)
+    while running:
+        running = [one for one in running if one.go_on(TURN)]
 
 
 def main() -> None:
@@ -152,53 +171,58 @@ def main() -> None:
     ends = set() if arguments.ignore_eos else set(opened.model["eos_token_ids"])
     gammas = [int(gamma) for gamma in arguments.gammas.split(",") if gamma]
     ways: list[int | None] = [*gammas, None]
-    if choice.bundle:
-        pool.share(arguments.threads)
+    pool.share(arguments.threads)  # threads that wait for work take the processor from those that have some
     alone = engine.load(opened, arguments.threads)
     rows = max([MAX_GAMMA, *gammas]) + 1
     shared = engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle)
     drafter = choice.make(shared)
 
-    times: dict[object, list[Result]] = {way: [] for way in ["plain", *ways]}
+    times: dict[object, list[Result]] = {way: [] for way in ways}
+    beside: dict[object, list[Result]] = {way: [] for way in ways}  # plain decoding
     reports: dict[object, Speculation] = {}
     differing: dict[object, int] = {way: 0 for way in ways}
     read: list[Read] = []
     for repeat in range(arguments.repeats):
-        for way in times:
+        for way in ways:
             times[way].append(Result())
+            beside[way].append(Result())
         speculations = {
             way: Speculation(drafter, AdaptiveLength(drafter) if way is None else FixedLength(way), shared.vocab) for way in ways
         }
         for index, text in enumerate(texts):
             if repeat == 0:
                 read.append(Read.of(alone, text))
-            wanted = decode(alone, read[index], plain, arguments.tokens, ends, times["plain"][repeat])
             for way in ways:
                 if choice.bundle:
-                    drafter._right = drafter._wrong = 0  # each way has to earn the reading of its prompts
-                tokens = decode(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
-                differing[way] += tokens != wanted
+                    drafter.forget()  # each way has to earn the reading of its prompts
+                wanted = Decoding(alone, read[index], plain, arguments.tokens, ends, beside[way][repeat])
+                drafted = Decoding(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
+                race(wanted, drafted)
+                differing[way] += drafted.tokens != wanted.tokens
             if sys.stderr.isatty():
                 print(f"\rrepeat {repeat + 1}/{arguments.repeats}, prompt {index + 1}/{len(texts)}", end="", file=sys.stderr)
         reports = speculations
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
 
-    def speed(way) -> float:
-        return statistics.median(result.tokens / result.seconds for result in times[way])
+    def speed(results: list[Result]) -> float:
+        return statistics.median(result.tokens / result.seconds for result in results)
 
-    def cost(way) -> float:
-        return statistics.median(result.cpu_seconds / result.tokens for result in times[way])
+    def ratio(way, cost) -> float:
+        """Of plain decoding's cost of a token to this way's, run by run."""
+        return statistics.median(
+            cost(before) / before.tokens / (cost(after) / after.tokens) for before, after in zip(beside[way], times[way], strict=True)
+        )
 
     lines = []
     for way in ways:
         told = SpeculationReport.of(reports[way], opened.weight_bytes, way).to_json()
-        lines.append({**told, "tokens_per_second": speed(way), "speedup": speed(way) / speed("plain"),
-                      "cpu_speedup": cost("plain") / cost(way), "texts_that_differ": differing[way]})
+        lines.append({**told, "tokens_per_second": speed(times[way]), "speedup": ratio(way, lambda result: result.seconds),
+                      "cpu_speedup": ratio(way, lambda result: result.cpu_seconds), "texts_that_differ": differing[way]})
     summary = {
         "target": str(arguments.target), "draft": arguments.draft, "task": arguments.task, "prompts": len(texts),
-        "prompt_tokens": [len(text) for text in texts], "tokens": times["plain"][0].tokens, "repeats": arguments.repeats,
-        "machine": machine.describe(alone.threads), "plain_tokens_per_second": speed("plain"), "lengths": lines,
+        "prompt_tokens": [len(text) for text in texts], "tokens": beside[None][0].tokens, "repeats": arguments.repeats,
+        "machine": machine.describe(alone.threads), "plain_tokens_per_second": speed([result for way in ways for result in beside[way]]), "lengths": lines,
     }  # fmt: skip
     drafter.close(), alone.close(), shared.close()
     if arguments.json:

@@ -103,6 +103,12 @@ class BundleDrafter:
         self._guesses, self._guessed = draft.tokens, size
         return draft
 
+    def forget(self) -> None:
+        """As if it had neither read nor drafted anything yet."""
+        self._restart(0)
+        self._right = self._wrong = self._stale = 0
+        self._guesses, self._anew = [], True
+
     def close(self) -> None:
         self.engine.close()
 
