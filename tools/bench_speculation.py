@@ -5,10 +5,10 @@
     python tools/bench_speculation.py TARGET --draft self --prompt-file LONG.txt --prompt-tokens 7900 --tokens 256
 
 DRAFT is what `edgekv run --draft` takes. Tasks are prompts for instruction models: code (write some), edit (change a given
-program), summary (of --prompt-file). Decoding is greedy. Every length runs beside plain decoding, a few tokens of the one and as many of the other
-in turns, so that a machine whose clock drifts slows both; plain decoding has an engine of its own. Speeds are medians over repeats of total
-tokens / total decoding seconds, speed-ups medians of the ratio to the plain run beside it. Beside the speed-up of the clock stands that of processor
-time, which with --threads 1 says what the clock would on a machine that does nothing else. --json prints one object.
+program), summary (of --prompt-file). Decoding is greedy. Plain decoding and every length run beside each other, a few tokens of each in turns, so
+that a machine whose clock drifts slows all alike. Each has an engine and a drafter of its own, another one in every repeat. Speeds are medians over
+repeats of total tokens / total decoding seconds, speed-ups medians of the ratio to plain decoding. Beside the speed-up of the clock stands that of
+processor time, which with --threads 1 says what the clock would on a machine that does nothing else. --json prints one object.
 
 The pair of which docs/speculation.md tells figures is Qwen2.5-Coder-Instruct, 0.5B for 1.5B, exported from GGUF files:
 
@@ -29,6 +29,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -169,39 +170,39 @@ def main() -> None:
     choice = choose(arguments.draft, opened, tokenizer, verify=False)
     texts = prompts(arguments, opened, tokenizer)
     ends = set() if arguments.ignore_eos else set(opened.model["eos_token_ids"])
-    gammas = [int(gamma) for gamma in arguments.gammas.split(",") if gamma]
-    ways: list[int | None] = [*gammas, None]
+    lengths: list[int | None] = [*(int(gamma) for gamma in arguments.gammas.split(",") if gamma), None]
+    ways: list[int | None] = [0, *lengths]  # 0: plain decoding
+    rows = max(MAX_GAMMA, *ways[:-1]) + 1
     pool.share(arguments.threads)  # threads that wait for work take the processor from those that have some
-    alone = engine.load(opened, arguments.threads)
-    rows = max([MAX_GAMMA, *gammas]) + 1
-    shared = engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle)
-    drafter = choice.make(shared)
+    engines = [engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle) for _ in ways]
+    drafters = [choice.make(loaded) for loaded in engines]
 
-    times: dict[object, list[Result]] = {way: [] for way in ways}
-    beside: dict[object, list[Result]] = {way: [] for way in ways}  # plain decoding
-    reports: dict[object, Speculation] = {}
-    differing: dict[object, int] = {way: 0 for way in ways}
+    times: dict[int | None, list[Result]] = {way: [] for way in ways}
+    differing = dict.fromkeys(lengths, 0)
     read: list[Read] = []
     for repeat in range(arguments.repeats):
+        # Every way takes another engine each time: none has the better pages for good.
+        using = {way: (place + repeat) % len(ways) for place, way in enumerate(ways)}
+        decoders: dict[int | None, Any] = {0: plain}
+        for way in lengths:
+            drafter = drafters[using[way]]
+            decoders[way] = Speculation(drafter, AdaptiveLength(drafter) if way is None else FixedLength(way), engines[0].vocab)
         for way in ways:
             times[way].append(Result())
-            beside[way].append(Result())
-        speculations = {
-            way: Speculation(drafter, AdaptiveLength(drafter) if way is None else FixedLength(way), shared.vocab) for way in ways
-        }
         for index, text in enumerate(texts):
             if repeat == 0:
-                read.append(Read.of(alone, text))
-            for way in ways:
-                if choice.bundle:
+                read.append(Read.of(engines[0], text))
+            if choice.bundle:
+                for drafter in drafters:
                     drafter.forget()  # each way has to earn the reading of its prompts
-                wanted = Decoding(alone, read[index], plain, arguments.tokens, ends, beside[way][repeat])
-                drafted = Decoding(shared, read[index], speculations[way], arguments.tokens, ends, times[way][repeat])
-                race(wanted, drafted)
-                differing[way] += drafted.tokens != wanted.tokens
+            runs = {
+                way: Decoding(engines[using[way]], read[index], decoders[way], arguments.tokens, ends, times[way][repeat]) for way in ways
+            }
+            race(*runs.values())
+            for way in lengths:
+                differing[way] += runs[way].tokens != runs[0].tokens
             if sys.stderr.isatty():
                 print(f"\rrepeat {repeat + 1}/{arguments.repeats}, prompt {index + 1}/{len(texts)}", end="", file=sys.stderr)
-        reports = speculations
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
 
@@ -211,20 +212,21 @@ def main() -> None:
     def ratio(way, cost) -> float:
         """Of plain decoding's cost of a token to this way's, run by run."""
         return statistics.median(
-            cost(before) / before.tokens / (cost(after) / after.tokens) for before, after in zip(beside[way], times[way], strict=True)
+            cost(before) / before.tokens / (cost(after) / after.tokens) for before, after in zip(times[0], times[way], strict=True)
         )
 
     lines = []
-    for way in ways:
-        told = SpeculationReport.of(reports[way], opened.weight_bytes, way).to_json()
+    for way in lengths:
+        told = SpeculationReport.of(decoders[way], opened.weight_bytes, way).to_json()
         lines.append({**told, "tokens_per_second": speed(times[way]), "speedup": ratio(way, lambda result: result.seconds),
                       "cpu_speedup": ratio(way, lambda result: result.cpu_seconds), "texts_that_differ": differing[way]})
     summary = {
         "target": str(arguments.target), "draft": arguments.draft, "task": arguments.task, "prompts": len(texts),
-        "prompt_tokens": [len(text) for text in texts], "tokens": beside[None][0].tokens, "repeats": arguments.repeats,
-        "machine": machine.describe(alone.threads), "plain_tokens_per_second": speed([result for way in ways for result in beside[way]]), "lengths": lines,
+        "prompt_tokens": [len(text) for text in texts], "tokens": times[0][0].tokens, "repeats": arguments.repeats,
+        "machine": machine.describe(engines[0].threads), "plain_tokens_per_second": speed(times[0]), "lengths": lines,
     }  # fmt: skip
-    drafter.close(), alone.close(), shared.close()
+    for one in (*drafters, *engines):
+        one.close()
     if arguments.json:
         print(json.dumps(summary))
         return

@@ -23,6 +23,18 @@ def drafter_of(laws=LAWS, **engine):
     return BundleDrafter(TableEngine(laws, boundary=64, chunk=64, **engine), VOCAB)
 
 
+def watched(drafter):
+    """A list that gets the number of tokens of every piece of text that the drafter reads."""
+    pieces, feed = [], drafter.session.feed
+
+    def counted(tokens):
+        pieces.append(len(tokens))
+        return feed(tokens)
+
+    drafter.session.feed = counted
+    return pieces
+
+
 def draft(drafter, text, gamma=4):
     length = FixedLength(gamma)
     length.start(gamma)
@@ -39,16 +51,31 @@ def test_a_draft_begins_behind_the_last_tokens_of_a_prompt():
     assert list(drafter.session.tokens)[:8] == text[-8:]
 
 
-def test_right_and_wrong_guesses_together_earn_the_reading_of_the_rest():
+@pytest.mark.parametrize("right", [2, 3])
+def test_right_guesses_earn_the_reading_of_the_rest_when_some_are_wrong(right):
     text = list(np.random.default_rng(0).integers(0, VOCAB, 20))
     drafter = drafter_of()
     drafter.follow(array("i", text[:-1]), anew=True)
-    whole = []
-    for _ in range(30):
+    whole, paid, earned = False, 0, 0
+    while not whole and len(text) < 250:
         guesses = draft(drafter, text)  # shorter ones before its boundaries
-        text += [*guesses[:2], (guesses[2] + 1) % VOCAB if len(guesses) > 2 else 0]  # two right ones, then a wrong one: worth 4 tokens
-        whole.append(list(drafter.session.tokens)[:20] == text[:20])
-    assert 15 < whole.index(True) < 28 and all(whole[whole.index(True) :])
+        whole = list(drafter.session.tokens)[:20] == text[:20]
+        assert whole == (earned >= len(text) - 1)
+        earned = paid  # the guesses of a round are judged in the next one
+        paid += 2 * min(right, len(guesses))  # a right one pays for two
+        text += [*guesses[:right], (guesses[right] + 1) % VOCAB if len(guesses) > right else 0]
+    assert whole and drafter._right <= right
+
+
+def test_a_draft_that_is_right_more_often_than_three_times_in_four_reads_no_more():
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 20))
+    drafter = drafter_of()
+    drafter.follow(array("i", text[:-1]), anew=True)
+    for i in range(40):
+        guesses = draft(drafter, text)
+        text += guesses if i % 2 else [*guesses[:3], (guesses[3] + 1) % VOCAB if len(guesses) > 3 else 0]
+        assert list(drafter.session.tokens)[:20] != text[:20]
+    assert drafter._right * 2 > len(text) and drafter._wrong > 10
 
 
 @pytest.mark.parametrize("right", [0, 4])
@@ -66,25 +93,25 @@ def test_guesses_that_are_all_right_or_all_wrong_earn_nothing(right):
 def test_what_is_missed_while_idle_is_not_read_again(idle):
     text = list(np.random.default_rng(0).integers(0, VOCAB, 100))
     drafter = drafter_of()
-    drafter._right = drafter._wrong = 10_000
+    drafter._right, drafter._wrong = 10_000, 5_000
     drafter.follow(array("i", text[:-1]), anew=True)
     draft(drafter, text)
     for _ in range(3):
         text += list(np.random.default_rng(1).integers(0, VOCAB, idle))
-        fed = drafter._fed
+        pieces = watched(drafter)
         draft(drafter, text)
-        assert drafter._fed - fed <= 8
+        assert sum(pieces) <= 8
 
 
-def test_a_new_prompt_is_read_when_it_was_earned_and_else_its_end():
-    rng = np.random.default_rng(0)
-    for credit, read in ((0, 8), (5, 8), (50, 8), (200, 61)):
-        drafter = drafter_of()
-        drafter._right, drafter._wrong = credit, credit + 7
-        text = list(rng.integers(0, VOCAB, 61))
-        drafter.follow(array("i", text[:-1]), anew=True)
-        draft(drafter, text, gamma=1)
-        assert drafter._fed == read and drafter._right == (credit - 60 if read == 61 else credit)
+@pytest.mark.parametrize("right,wrong,read", [(0, 0, 8), (2, 2, 8), (29, 10, 8), (30, 9, 8), (30, 10, 61), (50, 20, 61)])
+def test_a_new_prompt_is_read_when_it_was_earned_and_else_its_end(right, wrong, read):
+    drafter = drafter_of()
+    drafter._right, drafter._wrong = right, wrong
+    pieces = watched(drafter)
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 61))
+    drafter.follow(array("i", text[:-1]), anew=True)
+    draft(drafter, text, gamma=1)
+    assert sum(pieces) == read and drafter._right == (0 if read == 61 else right)
 
 
 @pytest.mark.parametrize("target,draft,tokens", [(100, 100, 8), (100, 200, 8), (300, 100, 24), (100, 1, 64)])

@@ -7,8 +7,8 @@ emitted: so it reads no more of a long text than it has a use for, and never end
 
 Nobody knows beforehand whether a draft is any good, and reading a prompt can cost as much as writing a good part of the answer. So it
 begins behind the last few tokens of the text. Guesses that come true earn the reading of the rest, wrong ones show that there is something
-to gain from it: the text is read when both are worth it. So what a useless draft costs does not depend on the prompt, and a draft that is
-right anyway reads nothing it does not need.
+to gain from it: the text is read when it was earned and one guess in four is wrong. So what a useless draft costs does not depend on the
+prompt, and a draft that is right anyway reads nothing it does not need.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from edgekv.generation.session import Session
 
 NEWEST = 8  # newest tokens of what was missed that are read at most, as long as no more was earned, by a draft of the target's size
 _MOST_NEWEST = 64  # the same, by the smallest draft
+_RIGHT_ENOUGH = 3  # right guesses for each wrong one, above which a draft reads no more than it has
 _USUAL = 2  # tokens that are read before every draft: the pending one, and the last of a draft that was accepted as a whole
 _FIRST_ROW = np.zeros(1, np.int64)
 
@@ -56,14 +57,13 @@ class BundleDrafter:
         # Token i of the draft's text, from _joint on, is token _origin + i of the target's.
         self._origin = self._joint = 0
         self._partial = False  # whether parts of the text were left out that the cache has a use for
-        # Tokens whose reading the right guesses have paid for and the wrong ones call for. A right one saves a step of the target, in which
-        # the draft reads about half of `newest` tokens on a CPU.
+        # Guesses since the last reading. A right one saves a step of the target, in which the draft reads about half of `newest` tokens
+        # on a CPU; half of what they saved is kept.
         self._right = self._wrong = 0
-        self._worth = max(newest // 2, 1)
+        self._worth = max(newest // 4, 1)
         self._stale = 0  # guesses in the draft's own text that did not come true
         self._newest = newest
         self._anew = True  # whether any token of the text may be another one than last time
-        self._fed = 0  # tokens of the text that were read so far
         self._guesses: list[int] = []  # the last draft, at place _guessed of the target's text
         self._guessed = 0
         self._token_ids = token_ids
@@ -76,16 +76,14 @@ class BundleDrafter:
 
     def follow(self, tokens: array, anew: bool = False) -> None:
         self._anew = self._anew or anew
-        credit = min(self._right, self._wrong)
-        if self.failure or not credit or not (anew or self._partial):
+        wanted = min(len(tokens), self._reach)
+        if self.failure or not (anew or self._partial) or not 0 < wanted <= self._right * self._worth:
             return
-        if credit >= min(len(tokens), self._reach) > 0:
-            fed = self._fed
+        if self._right <= _RIGHT_ENOUGH * self._wrong:
             if self._partial:
                 self._restart(0)
             self._catch_up(np.frombuffer(tokens, np.int32), self._reach)
-            self._right -= self._fed - fed
-            self._wrong -= self._fed - fed
+            self._right = self._wrong = 0
 
     def draft(self, tokens: array, pending: int, length: Length, sampler: Sampler) -> Draft:
         if self._guesses:
@@ -120,10 +118,10 @@ class BundleDrafter:
         right = 0
         for guess, token in zip(guesses, (*tokens[self._guessed :], pending)):
             if guess != token:
-                self._wrong += self._worth
+                self._wrong += 1
                 break
             right += 1
-        self._right += right * self._worth
+        self._right += right
         self._stale = max(0, len(guesses) - 1 - right)
 
     def _catch_up(self, text: np.ndarray | _Text, reach: int) -> np.ndarray | None:
@@ -132,7 +130,6 @@ class BundleDrafter:
             missing = self._missing(text, reach, self._anew)
             self._anew, self._stale = False, 0
             self.steps += -(-missing.size // self.engine.chunk)
-            self._fed += missing.size
             return self._of_target(self.session.feed(missing))
         except EdgekvError as error:
             self.failure = str(error)
