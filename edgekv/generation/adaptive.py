@@ -29,7 +29,8 @@ _PLAIN_FIRST = 2  # plain steps before the first draft
 _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
-_TRIAL_START = 2.0  # tokens that they may lose at the start
+_TRIAL_START = 4.0  # tokens that they may lose at the start
+_FIRST_TRIAL = 2.5  # most of these that the first one uses up: it takes longer than any other, because everything is new
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
 _LONG = 4  # tokens to read from which on it tells what reading one costs
@@ -114,15 +115,15 @@ class AdaptiveLength:
         """Begins a round of at most `room` drafted tokens."""
         # the first steps of all measure plain decoding, against which everything is judged
         self._room = min(room, self.most) if self.steps.samples(1) >= _PLAIN_FIRST else 0
-        unknown = self.first_law.samples == 0
-        if unknown:  # what a law costs is not known yet: one token tells
+        self._unknown = self.first_law.samples == 0
+        if self._unknown:  # what a law costs is not known yet: one token tells
             self._room = min(self._room, 1)
         self._count = self._grade = 0
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
         self._law_usual: float | None = 0.0  # what these laws usually take; None: not known yet
-        self._in_law, self._trial = False, unknown
+        self._in_law, self._trial = False, self._unknown
 
     def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
@@ -130,7 +131,9 @@ class AdaptiveLength:
         self._behind = 0 if self._count else behind
         cost = self._law_cost()
         self._dearest = max(self._dearest, cost)
-        wanted = cost * self.rate < _FREE or self._pays(self._gain(None, cost))
+        # A first law that read the prompt, when everything was new, tells little; one that reads nothing tells what the next ones will cost.
+        tells = self._unknown and self._guess > 0 and self._behind == 0
+        wanted = tells or cost * self.rate < _FREE or self._pays(self._gain(None, cost))
         if wanted:
             self._law_started, self._in_law = self._clock(), True
         return wanted
@@ -170,6 +173,8 @@ class AdaptiveLength:
         self._tokens = self._tokens * decay + emitted
         self._seconds = self._seconds * decay + seconds
         loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
+        if self._unknown:
+            loss = min(loss, _FIRST_TRIAL)
         # as much as a trial costs must be possible to save up, or speculation would never come back
         most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
         self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)

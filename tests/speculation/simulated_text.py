@@ -17,6 +17,7 @@ class World:
 
     stay  probability that a place has the grade of the one before
     reading  of a token that the drafter has not read yet when it is asked, beyond the last two, at most 6
+    cold  the first law of all takes so many times longer
     restless  the machine is so many times slower for stretches of time, as when other programs run
     """
 
@@ -28,6 +29,7 @@ class World:
     stay: float = 0.5
     noise: float = 0.05
     reading: float = 0.0
+    cold: float = 1.0
     restless: float = 1.0
     guess: tuple[float, float] = (0.35, 0.06)
 
@@ -52,7 +54,8 @@ class Clock:
 def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundary: int = 256) -> float:
     """Generates so many tokens; returns the seconds it took."""
     rng = random.Random(seed)
-    start, made, grade, unread = clock.now, 0, 0, 1
+    start, made, grade, unread = clock.now, 0, 0, 8
+    cold = world.cold
     upcoming: list[int] = []  # grades of the places ahead: properties of the text, not of who asks
 
     def spend(seconds):
@@ -72,7 +75,8 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
         length.start(boundary - made % boundary - 1)
         behind = min(max(unread - 2, 0), 6)
         while length.wants_law(0 if grades else behind):
-            spend(world.next_law if grades else world.first_law + behind * world.reading)
+            spend(cold * (world.next_law if grades else world.first_law + behind * world.reading))
+            cold = 1.0
             unread = 0
             if not length.wants_token(grade_at(len(grades))):
                 break

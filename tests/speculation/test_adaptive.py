@@ -66,6 +66,15 @@ def test_pain_19_trials_of_a_draft_that_has_much_to_read_are_rare_enough(law):
         assert seconds(made, seed=seed) <= 1.03 * seconds(made, FixedLength(0), seed)
 
 
+@pytest.mark.parametrize("cold", [1.0, 8.0])
+def test_neither_a_slow_first_draft_nor_an_unlucky_one_ends_speculation_for_a_short_answer(cold):
+    law, seeds, tokens = 0.26, range(20), 200
+    made = world(CPU, law, CODE, reading=0.25 * law * STEP, cold=cold)
+    once = (cold - 1) * (1.1 + 6 * 0.25) * law * STEP
+    best = min(sum(seconds(made, FixedLength(gamma), seed, tokens) - once for seed in seeds) for gamma in range(1, 6))
+    assert sum(seconds(made, seed=seed, tokens=tokens) - once for seed in seeds) <= 1.05 * best
+
+
 def test_it_comes_back_for_a_draft_that_has_much_to_read():
     clock = Clock()
     hard, easy = world(LINEAR, 0.15, USELESS, reading=0.03 * STEP), world(LINEAR, 0.15, {"accept": [0.95] * 6, "mix": [1] * 6}, reading=0.03 * STEP)

@@ -19,8 +19,8 @@ LAWS = random_laws(VOCAB, seed=1)
 GREEDY = Sampler(SamplingOptions(), VOCAB)
 
 
-def drafter_of(laws=LAWS, **engine):
-    return BundleDrafter(TableEngine(laws, boundary=64, chunk=64, **engine), VOCAB)
+def drafter_of(laws=LAWS, newest=8, **engine):
+    return BundleDrafter(TableEngine(laws, boundary=64, chunk=64, **engine), VOCAB, newest=newest)
 
 
 def watched(drafter):
@@ -53,13 +53,13 @@ def test_a_draft_begins_behind_the_last_tokens_of_a_prompt():
 
 @pytest.mark.parametrize("right", [2, 3])
 def test_right_guesses_earn_the_reading_of_the_rest_when_some_are_wrong(right):
-    text = list(np.random.default_rng(0).integers(0, VOCAB, 20))
-    drafter = drafter_of()
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 40))
+    drafter = drafter_of(newest=16)
     drafter.follow(array("i", text[:-1]), anew=True)
     whole, paid, earned = False, 0, 0
-    while not whole and len(text) < 250:
+    while not whole and len(text) < 500:
         guesses = draft(drafter, text)  # shorter ones before its boundaries
-        whole = list(drafter.session.tokens)[:20] == text[:20]
+        whole = list(drafter.session.tokens)[:40] == text[:40]
         assert whole == (earned >= len(text) - 1)
         earned = paid  # the guesses of a round are judged in the next one
         paid += 2 * min(right, len(guesses))  # a right one pays for two
@@ -68,13 +68,13 @@ def test_right_guesses_earn_the_reading_of_the_rest_when_some_are_wrong(right):
 
 
 def test_a_draft_that_is_right_more_often_than_three_times_in_four_reads_no_more():
-    text = list(np.random.default_rng(0).integers(0, VOCAB, 20))
-    drafter = drafter_of()
+    text = list(np.random.default_rng(0).integers(0, VOCAB, 40))
+    drafter = drafter_of(newest=16)
     drafter.follow(array("i", text[:-1]), anew=True)
     for i in range(40):
         guesses = draft(drafter, text)
         text += guesses if i % 2 else [*guesses[:3], (guesses[3] + 1) % VOCAB if len(guesses) > 3 else 0]
-        assert list(drafter.session.tokens)[:20] != text[:20]
+        assert list(drafter.session.tokens)[:40] != text[:40]
     assert drafter._right * 2 > len(text) and drafter._wrong > 10
 
 
@@ -103,9 +103,9 @@ def test_what_is_missed_while_idle_is_not_read_again(idle):
         assert sum(pieces) <= 8
 
 
-@pytest.mark.parametrize("right,wrong,read", [(0, 0, 8), (2, 2, 8), (29, 10, 8), (30, 9, 8), (30, 10, 61), (50, 20, 61)])
+@pytest.mark.parametrize("right,wrong,read", [(0, 0, 16), (2, 2, 16), (29, 10, 16), (30, 9, 16), (30, 10, 61), (50, 20, 61)])
 def test_a_new_prompt_is_read_when_it_was_earned_and_else_its_end(right, wrong, read):
-    drafter = drafter_of()
+    drafter = drafter_of(newest=16)
     drafter._right, drafter._wrong = right, wrong
     pieces = watched(drafter)
     text = list(np.random.default_rng(0).integers(0, VOCAB, 61))

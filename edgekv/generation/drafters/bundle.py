@@ -58,9 +58,9 @@ class BundleDrafter:
         self._origin = self._joint = 0
         self._partial = False  # whether parts of the text were left out that the cache has a use for
         # Guesses since the last reading. A right one saves a step of the target, in which the draft reads about half of `newest` tokens
-        # on a CPU; half of what they saved is kept.
+        # on a CPU; three quarters of what they saved are kept.
         self._right = self._wrong = 0
-        self._worth = max(newest // 4, 1)
+        self._worth = max(newest // 8, 1)
         self._stale = 0  # guesses in the draft's own text that did not come true
         self._newest = newest
         self._anew = True  # whether any token of the text may be another one than last time
