@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
-_OWN = 0.05  # weight of a new sample
+_OWN = 0.05  # weight of a new sample, when there were many
+_YOUNG = 0.12  # the same, when there were few: those of a slow moment at the start must not stand for the rest of a text
 _PACE = 0.25  # the same, for the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
 _LINE = 2  # samples that the line through all numbers of rows counts for
@@ -30,7 +31,8 @@ class Duration:
         if self.samples <= _WARM_UP:
             self.seconds = seconds if self.samples == 1 else min(self.seconds, seconds)
         else:
-            self.seconds *= 1.0 + _OWN * (_bounded(seconds / max(self.seconds, 1e-9)) - 1.0)
+            weight = min(max(1.0 / self.samples, _OWN), _YOUNG)
+            self.seconds *= 1.0 + weight * (_bounded(seconds / max(self.seconds, 1e-9)) - 1.0)
 
     @property
     def known(self) -> bool:

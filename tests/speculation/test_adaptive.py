@@ -156,7 +156,14 @@ def test_durations_forget_a_slow_start_and_shrug_off_outliers():
         duration.record(sample)
     assert duration.seconds == 1.0
     duration.record(1000.0)
-    assert duration.seconds < 1.1
+    assert duration.seconds < 1.15
     for _ in range(200):
         duration.record(2.0)
     assert duration.seconds == pytest.approx(2.0, rel=0.05)
+
+
+def test_durations_of_a_slow_moment_at_the_start_are_soon_outweighed():
+    duration = Duration()
+    for sample in (1.5, 1.5, 1.5, *[1.0] * 20):
+        duration.record(sample)
+    assert duration.seconds < 1.1
