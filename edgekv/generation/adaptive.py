@@ -31,6 +31,7 @@ _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 4.0  # tokens that they may lose at the start
 _FIRST_TRIAL = 2.5  # most of these that the first one uses up: it takes longer than any other, because everything is new
+_ALL_RIGHT = 0.5  # share that counts of what a trial lost whose guesses were right: a useless draft has none, and the time may have been a slow moment's
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
 _LONG = 4  # tokens to read from which on it tells what reading one costs
@@ -175,6 +176,8 @@ class AdaptiveLength:
         loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
         if self._unknown:
             loss = min(loss, _FIRST_TRIAL)
+        if accepted == len(grades):
+            loss *= _ALL_RIGHT
         # as much as a trial costs must be possible to save up, or speculation would never come back
         most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
         self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)
