@@ -176,7 +176,7 @@ class AdaptiveLength:
         loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
         if self._unknown:
             loss = min(loss, _FIRST_TRIAL)
-        if accepted == len(grades):
+        if grades and accepted == len(grades):
             loss *= _ALL_RIGHT
         # as much as a trial costs must be possible to save up, or speculation would never come back
         most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
