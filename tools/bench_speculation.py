@@ -133,18 +133,31 @@ class Decoding:
         self.result.cpu_seconds += time.process_time() - before
         self._left -= wanted
         got = len(self.tokens) - had
-        self.result.tokens += got - (had == 0)  # the first was there before
+        self.result.tokens += max(got - (had == 0), 0)  # the first was there before
         if got == wanted and self._left:
             return True
         self._produced.close()
         return False
 
 
-def race(*all_of_them: Decoding) -> None:
+def race(running: list[Decoding]) -> None:
     """Runs them to their ends in turns."""
-    running = list(all_of_them)
     while running:
         running = [one for one in running if one.go_on(TURN)]
+
+
+def fixed_lengths(text: str) -> list[int]:
+    """Of --gammas."""
+    lengths = sorted({int(part) for part in text.split(",") if part})
+    if lengths and not 1 <= lengths[0] <= lengths[-1] <= MAX_GAMMA:
+        raise argparse.ArgumentTypeError(f"lengths go from 1 to {MAX_GAMMA}")
+    return lengths
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("it must be 1 or more")
+    return int(text)
 
 
 def main() -> None:
@@ -153,11 +166,11 @@ def main() -> None:
     parser.add_argument("--draft", required=True)
     parser.add_argument("--task", choices=["code", "edit", "summary"])
     parser.add_argument("--prompt-file", type=Path)
-    parser.add_argument("--prompt-tokens", type=int, default=2000, help="of the file")
-    parser.add_argument("--prompts", type=int, default=6, help="most prompts of a task")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens per answer")
-    parser.add_argument("--gammas", default="1,2,3,4,5,6,8", help="fixed lengths beside the adaptive one")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=positive, default=2000, help="of the file")
+    parser.add_argument("--prompts", type=positive, default=6, help="most prompts of a task")
+    parser.add_argument("--tokens", type=positive, default=256, help="most tokens per answer")
+    parser.add_argument("--gammas", type=fixed_lengths, default="1,2,3,4,5,6,8", help="fixed lengths beside the adaptive one")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -170,9 +183,9 @@ def main() -> None:
     choice = choose(arguments.draft, opened, tokenizer, verify=False)
     texts = prompts(arguments, opened, tokenizer)
     ends = set() if arguments.ignore_eos else set(opened.model["eos_token_ids"])
-    lengths: list[int | None] = [*(int(gamma) for gamma in arguments.gammas.split(",") if gamma), None]
+    lengths: list[int | None] = [*arguments.gammas, None]
     ways: list[int | None] = [0, *lengths]  # 0: plain decoding
-    rows = max(MAX_GAMMA, *ways[:-1]) + 1
+    rows = MAX_GAMMA + 1
     pool.share(arguments.threads)  # threads that wait for work take the processor from those that have some
     engines = [engine.load(opened, arguments.threads, max_rows=rows, beside=choice.bundle) for _ in ways]
     drafters = [choice.make(loaded) for loaded in engines]
@@ -198,13 +211,16 @@ def main() -> None:
             runs = {
                 way: Decoding(engines[using[way]], read[index], decoders[way], arguments.tokens, ends, times[way][repeat]) for way in ways
             }
-            race(*runs.values())
+            race(list(runs.values()))
             for way in lengths:
                 differing[way] += runs[way].tokens != runs[0].tokens
             if sys.stderr.isatty():
                 print(f"\rrepeat {repeat + 1}/{arguments.repeats}, prompt {index + 1}/{len(texts)}", end="", file=sys.stderr)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
+
+    if not all(result.tokens for results in times.values() for result in results):
+        parser.error("an answer has no second token, so there is nothing to time: give --ignore-eos, or more --tokens")
 
     def speed(results: list[Result]) -> float:
         return statistics.median(result.tokens / result.seconds for result in results)

@@ -11,7 +11,7 @@ from itertools import accumulate
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
 _OWN = 0.05  # weight of a new sample, when there were many
 _YOUNG = 0.12  # the same, when there were few: those of a slow moment at the start must not stand for the rest of a text
-_PACE = 0.25  # the same, for the pace
+_PACE = 0.25  # weight of a new sample of the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
 _LINE = 2  # samples that the line through all numbers of rows counts for
 _MOST_IN_LINE = 8  # most samples that one of them counts for in it
