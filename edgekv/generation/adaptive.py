@@ -30,10 +30,12 @@ _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _TRIAL_START = 2.8  # tokens that they may lose at the start
-_FIRST_TRIAL = 2.5  # most that one of the first uses up, before the cost of a law is known: it takes longer than any other, because everything is new
-_ALL_RIGHT = 0.5  # share that counts of what a trial lost whose guesses were right: a useless draft has none, and the time may have been a slow moment's
+_FIRST_TRIAL = 1.0  # most that one of the first uses up, before the cost of a law is known: it takes longer than any other, because everything is new
+_ALL_RIGHT = 0.5  # share that counts of what a trial lost whose guesses were right, nothing while its time may have been a slow moment's: a useless draft has none
 _TRIAL_MOST = 16.0  # tokens that may be saved up for trials
 _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
+_TELLING = 0.1  # of a plain step, above which a time tells the pace of the machine
+_GROWTH = 2  # times the longest draft so far that a draft may have
 _LONG = 4  # tokens to read from which on it tells what reading one costs
 _READING = 0.25  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
@@ -84,6 +86,7 @@ class AdaptiveLength:
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
         self._dearest = 0.0  # largest cost of a law so far
+        self._longest = 0  # tokens of the longest draft so far
         self._guess = 0.0  # of a first law, as long as there was none without reading
         self.start(0)
 
@@ -117,14 +120,14 @@ class AdaptiveLength:
         # the first steps of all measure plain decoding, against which everything is judged
         self._room = min(room, self.most) if self.steps.samples(1) >= _PLAIN_FIRST else 0
         self._unknown = self.first_law.samples == 0
-        if self._unknown:  # what a law costs is not known yet: one token tells
-            self._room = min(self._room, 1)
+        # What a law costs is not known before the first, and what many rows cost lies on a line that few rows told: a step at a time.
+        self._room = min(self._room, max(_GROWTH * self._longest, 1))
         self._count = self._grade = 0
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
-        self._law_usual: float | None = 0.0  # what these laws usually take; None: not known yet
-        self._in_law, self._trial = False, self._unknown
+        self._told = self._told_usual = 0.0  # seconds of what tells the pace, and what they usually are
+        self._trial = self._unknown
 
     def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
@@ -133,10 +136,10 @@ class AdaptiveLength:
         cost = self._law_cost()
         self._dearest = max(self._dearest, cost)
         # A first law that read the prompt, when everything was new, tells little; one that reads nothing tells what the next ones will cost.
-        tells = self._unknown and self._guess > 0 and self._behind == 0
+        tells = self._unknown and self._guess > 0 and self._behind == 0 and self._kept > 0
         wanted = tells or cost * self.rate < _FREE or self._pays(self._gain(None, cost))
         if wanted:
-            self._law_started, self._in_law = self._clock(), True
+            self._law_started = self._clock()
         return wanted
 
     def wants_token(self, grade: int) -> bool:
@@ -156,18 +159,19 @@ class AdaptiveLength:
 
     def finish(self, grades: Sequence[int], accepted: int, seconds: float) -> None:
         """Ends the round: grades of the drafted tokens, how many were accepted, and the time of everything in the round."""
-        if self._in_law:  # the drafter had nothing to propose
-            self._law_done()
         for place, grade in enumerate(grades[: accepted + 1]):
             hit = float(place < accepted)
             self._kept = self._kept * _TREND + hit
             self._promised = self._promised * _TREND + self._usual(grade)
             self._tries[grade] = self._tries[grade] * _FORGET + 1.0
             self._hits[grade] = self._hits[grade] * _FORGET + hit
-        rows = 1 + len(grades)
-        if self._law_usual is not None and self.steps.known(rows):
-            self.pace.observe(seconds, self._law_usual + self.steps.seconds[rows])
-        self.steps.record(rows, (seconds - self._law_seconds) / self.pace.factor)
+        rows, step = 1 + len(grades), seconds - self._law_seconds
+        if (usual := self.steps.usual(rows)) is not None:
+            self._told, self._told_usual = self._told + step, self._told_usual + usual
+        if self._told_usual > _TELLING * self.steps.seconds[1]:
+            self.pace.observe(self._told, self._told_usual)
+        self.steps.record(rows, step / self.pace.factor)
+        self._longest = max(self._longest, len(grades))
         seconds /= self.pace.factor
         emitted = accepted + 1
         decay = 0.5 ** (emitted / _HORIZON)
@@ -177,7 +181,7 @@ class AdaptiveLength:
         if self._unknown:
             loss = min(loss, _FIRST_TRIAL)
         if grades and accepted == len(grades):
-            loss *= _ALL_RIGHT
+            loss *= _ALL_RIGHT if self.steps.usual(rows) else 0.0
         # as much as a trial costs must be possible to save up, or speculation would never come back
         most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
         self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)
@@ -193,14 +197,13 @@ class AdaptiveLength:
         seconds, law = self._clock() - self._law_started, self.next_law if self._count else self.first_law
         self._law_seconds += seconds
         if self._behind:  # the pace cannot be told from it: how long reading takes depends on the size of its blocks
-            self._law_usual = None
             self._guess = seconds / self.pace.factor / (1.0 + _READING * self._behind)
             if law.samples and self._behind >= _LONG:  # a few tokens more cost a lot each, and many of them little
                 self.reading.record(max(seconds / self.pace.factor - law.seconds, 0.0) / self._behind)
         else:
-            self._law_usual = self._law_usual + law.seconds if law.known and self._law_usual is not None else None
+            if law.known:
+                self._told, self._told_usual = self._told + seconds, self._told_usual + law.seconds
             law.record(seconds / self.pace.factor)
-        self._in_law = False
 
     def _next_law(self) -> float:
         """Seconds of a law behind a drafted token: it reads that one, and a first law reads one at least.
@@ -217,6 +220,8 @@ class AdaptiveLength:
         if self._count:
             return self._next_law()
         law = self.first_law.seconds if self.first_law.samples else self._guess
+        if self._guess > 0 and not self.first_law.known:  # one slow sample cannot end all drafts for long
+            law = min(law, self._guess)
         each = self.reading.seconds if self.reading.samples else _READING * law
         return law + self._behind * each
 

@@ -6,15 +6,15 @@ compare, so they are kept in seconds of a machine at its usual pace, and the pac
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 _WARM_UP = 3  # first samples, of which the fastest counts: a new shape makes buffers
 _OWN = 0.05  # weight of a new sample, when there were many
 _YOUNG = 0.12  # the same, when there were few: those of a slow moment at the start must not stand for the rest of a text
 _PACE = 0.25  # weight of a new sample of the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
-_LINE = 2  # samples that the line through all numbers of rows counts for
+_LINE = 4  # samples that the line through all numbers of rows counts for
 _MOST_IN_LINE = 8  # most samples that one of them counts for in it
+_SETTLED = 8  # samples of a number of rows below which its time may be an accident
+_UNMEASURED = 0.1  # weight of a time that was not measured, of one that is settled
 _STALE = 0.01  # change of the time of one row below which the table stays as it is
 _FIRST_SLOPE = 0.35  # cost of a second row, of one row's, that is assumed until it was measured
 
@@ -70,8 +70,10 @@ class StepCosts:
     def samples(self, rows: int) -> int:
         return self._durations[rows].samples
 
-    def known(self, rows: int) -> bool:
-        return self._durations[rows].known
+    def usual(self, rows: int) -> float | None:
+        """Mean of what was measured; None while that may be an accident."""
+        duration = self._durations[rows]
+        return duration.seconds if duration.samples >= _SETTLED else None
 
     def record(self, rows: int, seconds: float) -> None:
         duration = self._durations[rows]
@@ -86,11 +88,12 @@ class StepCosts:
         known = [(rows, duration.seconds, duration.samples) for rows, duration in enumerate(self._durations) if duration.samples]
         start, slope = _line(known)
         table = [0.0, *(start + slope * rows for rows in range(1, len(self.seconds)))]
+        weights = [0.0] * len(table)
         for rows, own, samples in known:
+            weights[rows] = min(samples / _SETTLED, 1.0)
             # plain decoding, which all is judged against, owes nothing to the line
             table[rows] = own if rows == 1 else (samples * own + _LINE * table[rows]) / (samples + _LINE)
-        table[1] = max(table[1], 1e-9)
-        self.seconds = [0.0, *accumulate(table[1:], max)]
+        self.seconds = [0.0, *_rising(table[1:], weights[1:])]
 
 
 def _line(points: list[tuple[int, float, int]]) -> tuple[float, float]:
@@ -107,3 +110,15 @@ def _line(points: list[tuple[int, float, int]]) -> tuple[float, float]:
     slope = sum(w * (rows - middle) * (seconds - mean) for w, (rows, seconds, _) in zip(weights, points, strict=True)) / spread
     slope = max(slope, 0.0)
     return mean - slope * middle, slope
+
+
+def _rising(values: list[float], weights: list[float]) -> list[float]:
+    """The sequence nearest to `values`, by weighted least squares, that never falls (pool adjacent violators); all above zero."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        mean, heavy, count = max(value, 1e-9), weight + _UNMEASURED, 1
+        while pools and pools[-1][0] > mean:
+            before, other, more = pools.pop()
+            mean, heavy, count = (before * other + mean * heavy) / (other + heavy), other + heavy, count + more
+        pools.append((mean, heavy, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
