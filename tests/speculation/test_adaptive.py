@@ -1,6 +1,9 @@
 """The length controller in a world whose best length is known."""
 
+import random
+
 import pytest
+from recorded_text import Recorded, replay, spikes
 from simulated_text import Clock, World, play
 
 from edgekv.generation.adaptive import AdaptiveLength, FixedLength
@@ -37,6 +40,55 @@ def test_adaptive_length_is_about_as_good_as_the_best_fixed_one_or_better(rows, 
     adaptive = sum(seconds(made, seed=seed) for seed in seeds)
     # 2,000 tokens include the learning; where grades say nothing there is only noise to learn from them
     assert adaptive <= best * (1.08 if text is EVEN else 1.05)
+
+
+def raced(answers, seed, machine):
+    """Seconds of the best fixed length of a real pair, and of the adaptive one, under the same disturbances."""
+    recorded, times = Recorded(), []
+    for gamma in (1, 2, 3, 4, None):
+        clock = Clock()
+        length = FixedLength(gamma) if gamma else AdaptiveLength(recorded, clock=clock)
+        times.append(replay(recorded, answers, length, clock, seed, machine()))
+    return min(times[:-1]), times[-1]
+
+
+@pytest.mark.parametrize("answers", [[0, 1], [2, 3], [0, 1, 2, 3]])
+def test_a_real_pair_is_within_three_percent_of_the_best_fixed_length(answers):
+    best, adaptive = zip(*(raced(answers, seed, lambda: lambda at: 1.0) for seed in range(5)), strict=True)
+    assert sum(adaptive) <= sum(best) * 1.03
+
+
+def test_a_real_pair_on_a_machine_that_others_use_comes_close():
+    runs = [raced([0, 1], seed, lambda seed=seed: spikes(random.Random(seed))) for seed in range(20)]
+    assert sum(adaptive for _, adaptive in runs) <= sum(best for best, _ in runs) * 1.08
+
+
+def test_a_law_that_came_to_nothing_is_not_taken_for_one():
+    made, clock = world(CPU, 0.4, CODE), Clock()
+    length = AdaptiveLength(made, clock=clock)
+    play(made, length, clock, 300)
+    before = length.first_law.seconds, length.next_law.seconds, list(length.steps.seconds)
+    for _ in range(20):  # the drafter cannot go on, as at a boundary of its cache; the target's step follows at once
+        length.start(8)
+        assert length.wants_law()
+        clock.now += STEP
+        length.finish([], 0, STEP)
+    assert (length.first_law.seconds, length.next_law.seconds) == before[:2]
+    assert length.steps.seconds[1:6] == pytest.approx(before[2][1:6], rel=0.1)
+
+
+def test_drafts_grow_step_by_step_because_the_cost_of_long_ones_is_not_known_yet():
+    made, clock = world(GPU, 0.0, {"accept": [1.0] * 6, "mix": [1] * 6}), Clock()
+    length = AdaptiveLength(made, clock=clock)
+    drafted = []
+    finish = length.finish
+    length.finish = lambda grades, *rest: (drafted.append(len(grades)), finish(grades, *rest))
+    play(made, length, clock, 400)
+    longest = 0
+    for count in drafted:
+        assert count <= max(2 * longest, 1)
+        longest = max(longest, count)
+    assert longest == 16
 
 
 @pytest.mark.parametrize("rows", [CPU, GPU, LINEAR], ids=["cpu", "gpu", "linear"])
@@ -137,6 +189,14 @@ def test_step_costs_lie_on_a_line_until_they_are_known_and_never_fall():
     assert costs.seconds[1:] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5])
     costs.record(3, 0.5)  # faster than one row: a wrong sample
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
+
+
+def test_a_slow_start_of_plain_decoding_does_not_make_more_rows_look_free():
+    costs = StepCosts(8)
+    costs.record(1, 2.0), costs.record(1, 2.0)
+    for _ in range(10):
+        costs.record(2, 1.1), costs.record(3, 1.6)
+    assert costs.seconds[1] < 1.4 and costs.seconds[2] < costs.seconds[3]
 
 
 def test_one_slow_sample_does_not_make_long_blocks_look_dear():
