@@ -126,7 +126,6 @@ class AdaptiveLength:
         self._reach = 1.0  # probability that all tokens drafted so far are accepted
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
-        self._told = self._told_usual = 0.0  # seconds of what tells the pace, and what they usually are
         self._trial = self._unknown
 
     def wants_law(self, behind: int = 0) -> bool:
@@ -167,9 +166,8 @@ class AdaptiveLength:
             self._hits[grade] = self._hits[grade] * _FORGET + hit
         rows, step = 1 + len(grades), seconds - self._law_seconds
         if (usual := self.steps.usual(rows)) is not None:
-            self._told, self._told_usual = self._told + step, self._told_usual + usual
-        if self._told_usual > _TELLING * self.steps.seconds[1]:
-            self.pace.observe(self._told, self._told_usual)
+            self.pace.note(step, usual)
+        self.pace.observe(_TELLING * self.steps.seconds[1])
         self.steps.record(rows, step / self.pace.factor)
         self._longest = max(self._longest, len(grades))
         seconds /= self.pace.factor
@@ -202,7 +200,7 @@ class AdaptiveLength:
                 self.reading.record(max(seconds / self.pace.factor - law.seconds, 0.0) / self._behind)
         else:
             if law.known:
-                self._told, self._told_usual = self._told + seconds, self._told_usual + law.seconds
+                self.pace.note(seconds, law.seconds)
             law.record(seconds / self.pace.factor)
 
     def _next_law(self) -> float:

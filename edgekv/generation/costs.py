@@ -12,8 +12,7 @@ _YOUNG = 0.12  # the same, when there were few: those of a slow moment at the st
 _PACE = 0.25  # weight of a new sample of the pace
 _OUTLIER = 2.0  # a sample moves an estimate as if it were at most so many times longer or shorter
 _LINE = 4  # samples that the line through all numbers of rows counts for
-_MOST_IN_LINE = 8  # most samples that one of them counts for in it
-_SETTLED = 8  # samples of a number of rows below which its time may be an accident
+_SETTLED = 8  # samples of a number of rows below which its time may be an accident, and most that count for it in the line
 _UNMEASURED = 0.1  # weight of a time that was not measured, of one that is settled
 _STALE = 0.01  # change of the time of one row below which the table stays as it is
 _FIRST_SLOPE = 0.35  # cost of a second row, of one row's, that is assumed until it was measured
@@ -45,10 +44,17 @@ class Pace:
 
     def __init__(self) -> None:
         self.factor = 1.0
+        self._seconds = self._usual = 0.0
 
-    def observe(self, seconds: float, usual: float) -> None:
+    def note(self, seconds: float, usual: float) -> None:
         """Something that usually takes `usual` seconds took `seconds`."""
-        self.factor *= 1.0 + _PACE * (_bounded(seconds / max(usual * self.factor, 1e-9)) - 1.0)
+        self._seconds, self._usual = self._seconds + seconds, self._usual + usual
+
+    def observe(self, least: float) -> None:
+        """Takes account of what was noted since last time, if that is usually more than `least` seconds: less tells nothing."""
+        if self._usual > least:
+            self.factor *= 1.0 + _PACE * (_bounded(self._seconds / (self._usual * self.factor)) - 1.0)
+        self._seconds = self._usual = 0.0
 
 
 def _bounded(ratio: float) -> float:
@@ -79,7 +85,7 @@ class StepCosts:
         duration = self._durations[rows]
         duration.record(seconds)
         # making the table takes longer than all else between two plain steps
-        if rows > 1 or duration.samples <= _MOST_IN_LINE or abs(duration.seconds - self._filled_one) > _STALE * self._filled_one:
+        if rows > 1 or duration.samples <= _SETTLED or abs(duration.seconds - self._filled_one) > _STALE * self._filled_one:
             self._fill()
             self._filled_one = self._durations[1].seconds
 
@@ -102,7 +108,7 @@ def _line(points: list[tuple[int, float, int]]) -> tuple[float, float]:
         rows, seconds, _ = points[0]
         one = seconds / (1.0 + _FIRST_SLOPE * (rows - 1))
         return one * (1.0 - _FIRST_SLOPE), one * _FIRST_SLOPE
-    weights = [min(samples, _MOST_IN_LINE) for *_, samples in points]
+    weights = [min(samples, _SETTLED) for *_, samples in points]
     total = sum(weights)
     middle = sum(w * rows for w, (rows, *_) in zip(weights, points, strict=True)) / total
     mean = sum(w * seconds for w, (_, seconds, _) in zip(weights, points, strict=True)) / total
