@@ -38,7 +38,8 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple
 @click.option("--trials", type=click.IntRange(1, 1000), default=1, show_default=True, help="Prompts per length and depth.")
 @click.option("--retrieve", help="Compressed tokens that a row attends to, instead of what the bundles say: 96, 7.5% or all (selfindex).")
 @click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys.")
-@click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, show_default=True, help="Of facts and haystacks.")
+@click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, show_default=True,
+              help="Of the first trial's fact and haystack; each further trial takes the next seed.")  # fmt: skip
 @_common.threads_option
 @_common.verify_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
