@@ -87,6 +87,9 @@ def attend(
         weights = logits.softmax(-1)
         y = weights @ (value.repeat_interleave(group, 1) if group > 1 else value)
     else:
+        short = value.shape[3] - query.shape[3]
+        if short > 0:  # zeros change no score, and torch's fused attention wants heads of one size
+            query, key = (torch.nn.functional.pad(x, (0, short)) for x in (query, key))
         y = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=group > 1)
     return y.transpose(1, 2).contiguous(), None
 

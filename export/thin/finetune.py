@@ -36,7 +36,8 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. transfer_steps: of each layer's attention transfer
-    (0: none), in pieces of at most transfer_length tokens. control: train whole keys on the same data too."""
+    (0: none), in pieces of at most transfer_length tokens. precision: of products in both trainings; what is calibrated and measured is
+    float32. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
@@ -49,6 +50,7 @@ class Options:
     calibrate_steps: int = make.STEPS
     transfer_steps: int = transfer.STEPS
     transfer_length: int = transfer.LENGTH
+    precision: str = "fp32"
     control: bool = True
     seed: int = 0
     save_every: int | None = None
@@ -102,10 +104,11 @@ def make_model(
     student = _student(plain, names, transferred)
 
     def learn(what: str, thin: trainable.ThinModel, file: str) -> bool:
-        return train.train(
-            thin, teacher, corpus, schedule, accelerator, work / file,
-            lambda step, steps, loss: say(f"{what}, loss {loss:.3f} nats", step, steps), stop,
-        )  # fmt: skip
+        with train.products(options.precision):
+            return train.train(
+                thin, teacher, corpus, schedule, accelerator, work / file,
+                lambda step, steps, loss: say(f"{what}, loss {loss:.3f} nats", step, steps), stop,
+            )  # fmt: skip
 
     if not learn("training", student, "training.pt"):
         return None
@@ -179,10 +182,11 @@ def _transferred(
         trainable.only_these(plain, names)
         plain.to(accelerator.device)
         teacher.to(accelerator.device)
-        transfer.transfer(
-            plain, teacher.model, names, start, chunks.to(accelerator.device), make.starts_of(chunks, context), geometry, options.transfer_steps,
-            options.seed, path, lambda layer, layers, kl: say(f"attention transfer, KL {kl:.3f} nats", layer, layers), stop,
-        )  # fmt: skip
+        with train.products(options.precision):
+            transfer.transfer(
+                plain, teacher.model, names, start, chunks.to(accelerator.device), make.starts_of(chunks, context), geometry, options.transfer_steps,
+                options.seed, path, lambda layer, layers, kl: say(f"attention transfer, KL {kl:.3f} nats", layer, layers), stop,
+            )  # fmt: skip
     accelerator.wait_for_everyone()
     return transfer.load(path, plain, len(start))
 
@@ -206,7 +210,7 @@ def _finish(
                 p.copy_(p.to(stored).float())
     figures = {
         "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,

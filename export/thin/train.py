@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ LEAST_RATE = 0.1  # of the rate, at the end
 SAVE_SECONDS = 60.0
 VALIDATED = 16  # most sequences that perplexity is measured on
 LOSSES = ("distill", "text", "both")
+PRECISIONS = {"fp32": "highest", "bf16": "medium"}  # torch's names
+
+
+@contextlib.contextmanager
+def products(precision: str) -> Iterator[None]:
+    """Matrix products of float32 numbers in here may round them first ("bf16"; on a GPU torch takes TF32 for it) or not ("fp32"); sums
+    and everything else stay float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(PRECISIONS[precision])
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tiny_models import make
 from edgekv.bundle import open_bundle
 from edgekv.cli import main
 from edgekv.errors import UserError
-from edgekv.export.thin import finetune, maps, trainable
+from edgekv.export.thin import finetune, maps, train, trainable
 from edgekv.export.thin.finetune import Options
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -78,6 +78,29 @@ def test_training_helps(llama, text, tmp_path):
     figures = run(llama, tmp_path / "thin", text, steps=30, loss="text", rate=0.02)
     assert figures["perplexity_thin_after"] < figures["perplexity_thin_before"]
     assert figures["perplexity_control"] < figures["perplexity_full"]
+
+
+def test_products_are_rounded_while_training_and_at_no_other_time(llama, text, tuned, tmp_path, monkeypatch):
+    """float32 numbers are learned either way; what is calibrated and measured multiplies them as they are."""
+    measured, trained, wanted = [], set(), torch.get_float32_matmul_precision()
+    real = train.perplexity
+
+    def perplexity(*args):
+        measured.append(torch.get_float32_matmul_precision())
+        return real(*args)
+
+    def stop(step):
+        trained.add(torch.get_float32_matmul_precision())
+        return False
+
+    monkeypatch.setattr(train, "perplexity", perplexity)
+    figures = run(llama, tmp_path / "thin", text, loss="both", rate=0.02, precision="bf16", stop=stop)
+    assert trained == {"medium"} and set(measured) == {wanted} and torch.get_float32_matmul_precision() == wanted
+    assert figures["precision"] == "bf16" and tuned[1]["precision"] == "fp32"
+    assert figures["perplexity_thin_after"] == pytest.approx(tuned[1]["perplexity_thin_after"], rel=0.05)
+    with pytest.raises(ZeroDivisionError), train.products("bf16"):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == wanted
 
 
 def test_the_result_is_exported_like_any_model(tuned, tmp_path):

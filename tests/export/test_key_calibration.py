@@ -7,7 +7,7 @@ from tiny_models import make
 
 from edgekv.export import exporter, load
 from edgekv.export.thin import calibrate, stream
-from edgekv.export.thin.attention import Scores, Session, using
+from edgekv.export.thin.attention import Scores, Session, attend, using
 from edgekv.export.thin.make import load_model, starts_of
 from edgekv.export.thin.maps import KeyMaps
 from edgekv.export.thin.stream import LayerText
@@ -39,6 +39,19 @@ def test_layers_are_seen_one_by_one_as_the_whole_model_runs_them(model):
             assert text.scores == scores
         layers += 1
     assert layers == loaded.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("rank, value_dim", [(8, 16), (16, 16), (16, 12), (6, 24)])
+def test_attention_through_maps_is_the_formula(rank, value_dim):
+    random = torch.Generator().manual_seed(rank)
+    q, k, v = (torch.randn(2, heads, 20, dim, generator=random) for heads, dim in ((4, 16), (2, 16), (2, value_dim)))
+    found = KeyMaps(torch.randn(4, 16, rank, generator=random), torch.randn(2, 16, rank, generator=random))
+    module = torch.nn.Module()
+    module.layer_idx = 3
+    with using(Session({3: found})):
+        made, _ = attend(module, q, k, v)
+    want = Scores(16**-0.5).logits(*found.apply(q, k)).softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(made, want.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 def test_other_positions_change_keys_but_no_score(model):
