@@ -5,7 +5,8 @@ further is worth it while the tokens expected from it exceed rate x the seconds 
 per second in the long run (Dinkelbach's method for ratios). Expected tokens come from the acceptance measured for each grade of
 certainty that the drafter tells, so drafts are long where the text is easy and short where it is not, and speculation is off where
 it does not pay. While it is off, single rounds are tried again as often as a small budget allows; a round that turns out to pay
-uses up none of it, so speculation comes back as fast as the text gets easier.
+uses up none of it, so speculation comes back as fast as the text gets easier. Until the budget has grown by what the next trial
+lacks there is nothing to decide, and decoding is plain (`rest`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _TRIALS_SAVED = 1.5  # the same, as a multiple of the dearest law
 _TELLING = 0.1  # of a plain step, above which a time tells the pace of the machine
 _GROWTH = 2  # times the longest draft so far that a draft may have
 _LONG = 4  # tokens to read from which on it tells what reading one costs
+_LONGEST_REST = 8  # plain steps in a row without a decision: the rate that decides changes meanwhile
 _READING = 0.25  # cost of a token that has to be read, of a law's, that is assumed until it was measured
 
 
@@ -46,6 +48,12 @@ class FixedLength:
     def __init__(self, gamma: int):
         self.gamma = gamma
         self._left = 0
+
+    def rest(self) -> int:
+        return 0
+
+    def rested(self, steps: int, seconds: float) -> None:
+        pass
 
     def start(self, room: int) -> None:
         self._left = min(self.gamma, room)
@@ -88,6 +96,7 @@ class AdaptiveLength:
         self._dearest = 0.0  # largest cost of a law so far
         self._longest = 0  # tokens of the longest draft so far
         self._guess = 0.0  # of a first law, as long as there was none without reading
+        self._rest = 0  # plain steps that the next trial is away, at least
         self.start(0)
 
     # ---- what is known
@@ -113,6 +122,24 @@ class AdaptiveLength:
         achieved = self._tokens / self._seconds if self._seconds > 0 else 0.0
         return max(achieved, self.plain_rate)
 
+    # ---- rounds without a decision
+
+    def rest(self) -> int:
+        """Plain steps that can be made before a round is worth starting; `rested` is told of them."""
+        return self._rest
+
+    def rested(self, steps: int, seconds: float) -> None:
+        """So many plain steps took so many seconds together."""
+        self._rest = 0
+        if (usual := self.steps.usual(1)) is not None:
+            self.pace.note(seconds, usual * steps)
+        self.pace.observe(_TELLING * self.steps.seconds[1], steps)
+        seconds /= self.pace.factor
+        for _ in range(steps):
+            self.steps.record(1, seconds / steps)
+        self._achieve(steps, seconds)
+        self._allow(_TRIAL_BUDGET * steps)
+
     # ---- one round
 
     def start(self, room: int) -> None:
@@ -127,6 +154,7 @@ class AdaptiveLength:
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
         self._trial = self._unknown
+        self._rest = 0
 
     def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
@@ -136,10 +164,12 @@ class AdaptiveLength:
         self._dearest = max(self._dearest, cost)
         # A first law that read the prompt, when everything was new, tells little; one that reads nothing tells what the next ones will cost.
         tells = self._unknown and self._guess > 0 and self._behind == 0 and self._kept > 0
-        wanted = tells or cost * self.rate < _FREE or self._pays(self._gain(None, cost))
-        if wanted:
+        if tells or cost * self.rate < _FREE or self._pays(gain := self._gain(None, cost)):
             self._law_started = self._clock()
-        return wanted
+            return True
+        if self._count == 0:
+            self._rest = min(int((-gain - self._allowance) / _TRIAL_BUDGET), _LONGEST_REST)
+        return False
 
     def wants_token(self, grade: int) -> bool:
         self._law_done()
@@ -172,19 +202,25 @@ class AdaptiveLength:
         self._longest = max(self._longest, len(grades))
         seconds /= self.pace.factor
         emitted = accepted + 1
-        decay = 0.5 ** (emitted / _HORIZON)
-        self._tokens = self._tokens * decay + emitted
-        self._seconds = self._seconds * decay + seconds
+        self._achieve(emitted, seconds)
         loss = max(0.0, (seconds - self.steps.seconds[1]) * self.plain_rate - accepted) if self._trial else 0.0
         if self._unknown:
             loss = min(loss, _FIRST_TRIAL)
         if grades and accepted == len(grades):
             loss *= _ALL_RIGHT if self.steps.usual(rows) else 0.0
-        # as much as a trial costs must be possible to save up, or speculation would never come back
-        most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
-        self._allowance = min(self._allowance + _TRIAL_BUDGET * emitted - loss, most)
+        self._allow(_TRIAL_BUDGET * emitted - loss)
 
     # ---- parts
+
+    def _achieve(self, tokens: int, seconds: float) -> None:
+        decay = 0.5 ** (tokens / _HORIZON)
+        self._tokens = self._tokens * decay + tokens
+        self._seconds = self._seconds * decay + seconds
+
+    def _allow(self, tokens: float) -> None:
+        # as much as a trial costs must be possible to save up, or speculation would never come back
+        most = max(_TRIAL_MOST, _TRIALS_SAVED * self.plain_rate * self._dearest)
+        self._allowance = min(self._allowance + tokens, most)
 
     def _behind_one(self, grade: int) -> float:
         """Acceptance expected behind an accepted token of this grade."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +29,15 @@ from edgekv.generation.speculation_rule import AcceptanceRule, Verdict
 
 
 class LengthControl(Length, Protocol):
-    """A `Length` for one round after another."""
+    """A `Length` for one round after another, and for plain steps between them."""
+
+    def rest(self) -> int:
+        """Plain steps that can be made before a round is worth starting."""
+        ...
+
+    def rested(self, steps: int, seconds: float) -> None:
+        """They were made: `steps` of them, at least one, in `seconds`."""
+        ...
 
     def start(self, room: int) -> None:
         """Begins a round with at most `room` drafted tokens."""
@@ -92,6 +100,10 @@ class Speculation:
     def _rounds(self, session: Session, sampler: Sampler, token: int, most: float) -> Iterator[int]:
         yield token
         while session.room >= 1:
+            if rest := self.length.rest():
+                token, steps = yield from self._rest(session, sampler, token, rest)
+                most -= steps
+                continue
             self._follow(session)
             block, accepted, token = self._round(session, sampler, token, most)
             most -= accepted + 1
@@ -104,6 +116,34 @@ class Speculation:
             finally:  # also where the consumer wants no more
                 self.tally.emitted += taken
                 session.commit(taken)
+
+    def _rest(self, session: Session, sampler: Sampler, token: int, most: int) -> Generator[int, None, tuple[int, int]]:
+        """Yields up to `most` tokens of plain steps, with as little between them as plain decoding has; returns the last one and how many."""
+        tally, clock, steps, seconds = self.tally, time.perf_counter, 0, 0.0
+        block = np.empty(1, np.int64)
+        try:
+            while steps < most and session.room >= 1:
+                begun = clock()
+                block[0] = token
+                rows = session.step(block)
+                verified = clock()
+                token = sampler.sample(rows[0])
+                judged = clock()
+                steps += 1
+                seconds += judged - begun
+                tally.verify_seconds += verified - begun
+                tally.sampling_seconds += judged - verified
+                try:
+                    yield token
+                finally:
+                    session.commit(1)
+        finally:
+            if steps:
+                tally.steps += steps
+                tally.emitted += steps
+                tally.lengths[0] += steps
+                self.length.rested(steps, seconds)
+        return token, steps
 
     def _round(self, session: Session, sampler: Sampler, pending: int, most: float) -> tuple[list[int], int, int]:
         """Drafts and verifies, for at most `most` tokens; returns the block, how many of its drafted tokens stand, and the token behind them."""

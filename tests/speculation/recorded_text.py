@@ -64,6 +64,13 @@ def replay(recorded: Recorded, answers: list[int], length, clock, seed: int = 0,
     for answer in answers:
         text, place, unread = recorded.answers[answer], 0, NEWEST
         while place < len(text):
+            if rest := length.rest():
+                began = clock.now
+                for _ in range(rest):
+                    spend(ROWS[1])
+                length.rested(rest, clock.now - began)
+                place, unread = place + rest, min(unread + rest, NEWEST)
+                continue
             chain, right = text[place]
             began, grades = clock.now, []
             length.start(len(chain))

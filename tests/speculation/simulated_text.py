@@ -71,6 +71,15 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
         return upcoming[place]
 
     while made < tokens:
+        if rest := length.rest():
+            began = clock.now
+            for _ in range(rest):
+                spend(world.rows[1])
+                grade_at(0)
+                del upcoming[:1]
+            length.rested(rest, clock.now - began)
+            made, unread = made + rest, unread + rest
+            continue
         began, grades = clock.now, []
         length.start(boundary - made % boundary - 1)
         behind = min(max(unread - 2, 0), 6)

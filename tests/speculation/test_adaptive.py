@@ -63,6 +63,17 @@ def test_a_real_pair_on_a_machine_that_others_use_comes_close():
     assert sum(adaptive for _, adaptive in runs) <= sum(best for best, _ in runs) * 1.08
 
 
+def test_a_trial_that_cannot_be_paid_for_yet_is_not_thought_about():
+    made, clock = world(CPU, 0.4, USELESS), Clock()
+    length = AdaptiveLength(made, clock=clock)
+    asked, rested = [], []
+    ask, told = length.wants_law, length.rested
+    length.wants_law = lambda behind=0: (asked.append(behind), ask(behind))[1]
+    length.rested = lambda steps, seconds: (rested.append(steps), told(steps, seconds))
+    play(made, length, clock, TOKENS)
+    assert sum(rested) > 0.8 * TOKENS and len(asked) < 0.2 * TOKENS
+
+
 def test_a_law_that_came_to_nothing_is_not_taken_for_one():
     made, clock = world(CPU, 0.4, CODE), Clock()
     length = AdaptiveLength(made, clock=clock)

@@ -70,6 +70,22 @@ def drafter_of(kind, target, engines):
             "bundle": lambda: BundleDrafter(engines["draft"], target.vocab, newest=1000)}[kind]()  # fmt: skip
 
 
+class Resting(FixedLength):
+    """Makes so many plain steps between two rounds, as an adaptive length does while nothing pays."""
+
+    def __init__(self, gamma, steps):
+        super().__init__(gamma)
+        self.told, self._steps, self._resting = [], steps, False
+
+    def rest(self):
+        self._resting = not self._resting
+        return self._steps if self._resting else 0
+
+    def rested(self, steps, seconds):
+        assert seconds > 0
+        self.told.append(steps)
+
+
 def take(count, target, decoder, options=SamplingOptions(), seed=1):
     session, sampler = Session(target), Sampler(options, target.vocab, seed)
     sampler.observe(PROMPT)
@@ -104,10 +120,22 @@ def test_pain_29_every_byte_of_the_cache_is_that_of_plain_decoding(policy, kind,
     for count in (57, 200, 331):
         _, session = take(count, target, plain)
         hashes[count] = target.state_hash(session.position)
-        for gamma in (1, 3, 8):
-            decoder = Speculation(drafter_of(kind, target, engines), FixedLength(gamma), target.vocab)
+        for length in (FixedLength(1), FixedLength(3), FixedLength(8), Resting(3, 5)):
+            decoder = Speculation(drafter_of(kind, target, engines), length, target.vocab)
             _, session = take(count, target, decoder)
             assert target.state_hash(session.position) == hashes[count]
+
+
+def test_plain_steps_between_rounds_are_counted_to_the_last_one(engines):
+    target, length = engines["window"], Resting(2, 7)
+    wanted, _ = take(200, target, plain)
+    decoder = Speculation(drafter_of("bundle", target, engines), length, target.vocab)
+    for count in (1, 2, 5, 9, 60, 200):  # some end while it rests
+        before, told = decoder.tally.emitted, len(length.told)
+        tokens, _ = take(count, target, decoder)
+        assert tokens == wanted[:count] and decoder.tally.emitted - before == count - 1
+        assert all(steps == 7 for steps in length.told[told:-1])
+    assert 0 < sum(length.told) < decoder.tally.steps == sum(decoder.tally.lengths.values())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
