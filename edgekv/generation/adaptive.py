@@ -4,9 +4,9 @@ With a value of time of `rate` tokens per second (what decoding achieves at pres
 further is worth it while the tokens expected from it exceed rate x the seconds it costs. That is the rule that maximises tokens
 per second in the long run (Dinkelbach's method for ratios). Expected tokens come from the acceptance measured for each grade of
 certainty that the drafter tells, so drafts are long where the text is easy and short where it is not, and speculation is off where
-it does not pay. While it is off, single rounds are tried again as often as a small budget allows; a round that turns out to pay
-uses up none of it, so speculation comes back as fast as the text gets easier. Until the budget has grown by what the next trial
-lacks there is nothing to decide, and decoding is plain (`rest`).
+it does not pay. While it is off, single rounds are tried again as often as a small budget allows, more and more rarely while they
+come to nothing; a round that turns out to pay uses up none of it, so speculation comes back as fast as the text gets easier. Until
+the budget has grown by what the next trial lacks there is nothing to decide, and decoding is plain (`rest`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _PLAIN_FIRST = 2  # plain steps before the first draft
 _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
+_PATIENCE = 2  # trials in a row that may come to nothing before the budget shrinks
+_DISCOURAGED, _MOST_DISCOURAGED = 0.5, 4.0  # what each one more adds to its divisor, 1 else; most that can be
 _TRIAL_START = 2.8  # tokens that they may lose at the start
 _FIRST_TRIAL = 1.0  # most that one of the first uses up, before the cost of a law is known: it takes longer than any other, because everything is new
 _ALL_RIGHT = 0.5  # share that counts of what a trial lost whose guesses were right, nothing while its time may have been a slow moment's: a useless draft has none
@@ -93,6 +95,7 @@ class AdaptiveLength:
         self._after: list[float | None] = [None] * drafter.grades
         self._tokens = self._seconds = 0.0  # decayed, for the rate
         self._allowance = _TRIAL_START  # tokens that trials may lose
+        self._failed = 0  # trials in a row without an accepted token
         self._dearest = 0.0  # largest cost of a law so far
         self._longest = 0  # tokens of the longest draft so far
         self._guess = 0.0  # of a first law, as long as there was none without reading
@@ -138,7 +141,7 @@ class AdaptiveLength:
         for _ in range(steps):
             self.steps.record(1, seconds / steps)
         self._achieve(steps, seconds)
-        self._allow(_TRIAL_BUDGET * steps)
+        self._allow(self._budget * steps)
 
     # ---- one round
 
@@ -168,7 +171,7 @@ class AdaptiveLength:
             self._law_started = self._clock()
             return True
         if self._count == 0:
-            self._rest = min(int((-gain - self._allowance) / _TRIAL_BUDGET), _LONGEST_REST)
+            self._rest = min(int((-gain - self._allowance) / self._budget), _LONGEST_REST)
         return False
 
     def wants_token(self, grade: int) -> bool:
@@ -208,9 +211,18 @@ class AdaptiveLength:
             loss = min(loss, _FIRST_TRIAL)
         if grades and accepted == len(grades):
             loss *= _ALL_RIGHT if self.steps.usual(rows) else 0.0
-        self._allow(_TRIAL_BUDGET * emitted - loss)
+        if accepted:
+            self._failed = 0
+        elif self._trial:
+            self._failed += 1
+        self._allow(self._budget * emitted - loss)
 
     # ---- parts
+
+    @property
+    def _budget(self) -> float:
+        """Tokens that trials may lose, per token generated."""
+        return _TRIAL_BUDGET / min(1.0 + _DISCOURAGED * max(self._failed - _PATIENCE, 0), _MOST_DISCOURAGED)
 
     def _achieve(self, tokens: int, seconds: float) -> None:
         decay = 0.5 ** (tokens / _HORIZON)
