@@ -54,7 +54,7 @@ class FixedLength:
     def rest(self) -> int:
         return 0
 
-    def rested(self, steps: int, seconds: float) -> None:
+    def rested(self, seconds: Sequence[float]) -> None:
         pass
 
     def start(self, room: int) -> None:
@@ -131,17 +131,12 @@ class AdaptiveLength:
         """Plain steps that can be made before a round is worth starting; `rested` is told of them."""
         return self._rest
 
-    def rested(self, steps: int, seconds: float) -> None:
-        """So many plain steps took so many seconds together."""
+    def rested(self, seconds: Sequence[float]) -> None:
+        """They were made, and took so long each: one slow moment is one sample, as in a round."""
         self._rest = 0
-        if (usual := self.steps.usual(1)) is not None:
-            self.pace.note(seconds, usual * steps)
-        self.pace.observe(_TELLING * self.steps.seconds[1], steps)
-        seconds /= self.pace.factor
-        for _ in range(steps):
-            self.steps.record(1, seconds / steps)
-        self._achieve(steps, seconds)
-        self._allow(self._budget * steps)
+        for step in seconds:
+            self._achieve(1, self._timed(1, step) / self.pace.factor)
+            self._allow(self._budget)
 
     # ---- one round
 
@@ -157,6 +152,7 @@ class AdaptiveLength:
         self._law_started = self._law_seconds = 0.0
         self._behind = 0  # tokens to read before the first law
         self._trial = self._unknown
+        self._looked = False  # whether a law was computed
         self._rest = 0
 
     def wants_law(self, behind: int = 0) -> bool:
@@ -197,11 +193,8 @@ class AdaptiveLength:
             self._promised = self._promised * _TREND + self._usual(grade)
             self._tries[grade] = self._tries[grade] * _FORGET + 1.0
             self._hits[grade] = self._hits[grade] * _FORGET + hit
-        rows, step = 1 + len(grades), seconds - self._law_seconds
-        if (usual := self.steps.usual(rows)) is not None:
-            self.pace.note(step, usual)
-        self.pace.observe(_TELLING * self.steps.seconds[1])
-        self.steps.record(rows, step / self.pace.factor)
+        rows = 1 + len(grades)
+        self._timed(rows, seconds - self._law_seconds)
         self._longest = max(self._longest, len(grades))
         seconds /= self.pace.factor
         emitted = accepted + 1
@@ -213,11 +206,19 @@ class AdaptiveLength:
             loss *= _ALL_RIGHT if self.steps.usual(rows) else 0.0
         if accepted:
             self._failed = 0
-        elif self._trial:
+        elif self._trial and self._looked:
             self._failed += 1
         self._allow(self._budget * emitted - loss)
 
     # ---- parts
+
+    def _timed(self, rows: int, step: float) -> float:
+        """Learns from the seconds of a step of so many rows, which it returns."""
+        if (usual := self.steps.usual(rows)) is not None:
+            self.pace.note(step, usual)
+        self.pace.observe(_TELLING * self.steps.seconds[1])
+        self.steps.record(rows, step / self.pace.factor)
+        return step
 
     @property
     def _budget(self) -> float:
@@ -240,6 +241,7 @@ class AdaptiveLength:
         return self._first if after is None else after
 
     def _law_done(self) -> None:
+        self._looked = True
         seconds, law = self._clock() - self._law_started, self.next_law if self._count else self.first_law
         self._law_seconds += seconds
         if self._behind:  # the pace cannot be told from it: how long reading takes depends on the size of its blocks

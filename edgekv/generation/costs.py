@@ -50,11 +50,10 @@ class Pace:
         """Something that usually takes `usual` seconds took `seconds`."""
         self._seconds, self._usual = self._seconds + seconds, self._usual + usual
 
-    def observe(self, least: float, rounds: int = 1) -> None:
-        """Takes account of what was noted since last time, if that is usually more than `least` seconds: less tells nothing. It counts as so many
-        observations alike."""
+    def observe(self, least: float) -> None:
+        """Takes account of what was noted since last time, if that is usually more than `least` seconds: less tells nothing."""
         if self._usual > least:
-            self.factor *= 1.0 + (1.0 - (1.0 - _PACE) ** rounds) * (_bounded(self._seconds / (self._usual * self.factor)) - 1.0)
+            self.factor *= 1.0 + _PACE * (_bounded(self._seconds / (self._usual * self.factor)) - 1.0)
         self._seconds = self._usual = 0.0
 
 

@@ -35,8 +35,8 @@ class LengthControl(Length, Protocol):
         """Plain steps that can be made before a round is worth starting."""
         ...
 
-    def rested(self, steps: int, seconds: float) -> None:
-        """They were made: `steps` of them, at least one, in `seconds`."""
+    def rested(self, seconds: Sequence[float]) -> None:
+        """They were made, or some of them: seconds of each."""
         ...
 
     def start(self, room: int) -> None:
@@ -119,18 +119,17 @@ class Speculation:
 
     def _rest(self, session: Session, sampler: Sampler, token: int, most: int) -> Generator[int, None, tuple[int, int]]:
         """Yields up to `most` tokens of plain steps, with as little between them as plain decoding has; returns the last one and how many."""
-        tally, clock, steps, seconds = self.tally, time.perf_counter, 0, 0.0
+        tally, clock, seconds = self.tally, time.perf_counter, []
         block = np.empty(1, np.int64)
         try:
-            while steps < most and session.room >= 1:
+            while len(seconds) < most and session.room >= 1:
                 begun = clock()
                 block[0] = token
                 rows = session.step(block)
                 verified = clock()
                 token = sampler.sample(rows[0])
                 judged = clock()
-                steps += 1
-                seconds += judged - begun
+                seconds.append(judged - begun)
                 tally.verify_seconds += verified - begun
                 tally.sampling_seconds += judged - verified
                 try:
@@ -138,12 +137,11 @@ class Speculation:
                 finally:
                     session.commit(1)
         finally:
-            if steps:
-                tally.steps += steps
-                tally.emitted += steps
-                tally.lengths[0] += steps
-                self.length.rested(steps, seconds)
-        return token, steps
+            tally.steps += len(seconds)
+            tally.emitted += len(seconds)
+            tally.lengths[0] += len(seconds)
+            self.length.rested(seconds)
+        return token, len(seconds)
 
     def _round(self, session: Session, sampler: Sampler, pending: int, most: float) -> tuple[list[int], int, int]:
         """Drafts and verifies, for at most `most` tokens; returns the block, how many of its drafted tokens stand, and the token behind them."""

@@ -65,10 +65,12 @@ def replay(recorded: Recorded, answers: list[int], length, clock, seed: int = 0,
         text, place, unread = recorded.answers[answer], 0, NEWEST
         while place < len(text):
             if rest := length.rest():
-                began = clock.now
+                times = []
                 for _ in range(rest):
+                    began = clock.now
                     spend(ROWS[1])
-                length.rested(rest, clock.now - began)
+                    times.append(clock.now - began)
+                length.rested(times)
                 place, unread = place + rest, min(unread + rest, NEWEST)
                 continue
             chain, right = text[place]

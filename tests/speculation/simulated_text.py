@@ -72,12 +72,14 @@ def play(world: World, length, clock: Clock, tokens: int, seed: int = 0, boundar
 
     while made < tokens:
         if rest := length.rest():
-            began = clock.now
+            times = []
             for _ in range(rest):
+                began = clock.now
                 spend(world.rows[1])
+                times.append(clock.now - began)
                 grade_at(0)
                 del upcoming[:1]
-            length.rested(rest, clock.now - began)
+            length.rested(times)
             made, unread = made + rest, unread + rest
             continue
         began, grades = clock.now, []

@@ -69,9 +69,33 @@ def test_a_trial_that_cannot_be_paid_for_yet_is_not_thought_about():
     asked, rested = [], []
     ask, told = length.wants_law, length.rested
     length.wants_law = lambda behind=0: (asked.append(behind), ask(behind))[1]
-    length.rested = lambda steps, seconds: (rested.append(steps), told(steps, seconds))
+    length.rested = lambda seconds: (rested.append(len(seconds)), told(seconds))
     play(made, length, clock, TOKENS)
     assert sum(rested) > 0.8 * TOKENS and len(asked) < 0.2 * TOKENS
+
+
+def test_a_stall_while_it_rests_is_one_slow_step():
+    resting, stepping = (AdaptiveLength(world(CPU, 0.4, USELESS), clock=Clock()) for _ in range(2))
+    for length in (resting, stepping):
+        for _ in range(20):
+            length.start(0)
+            length.finish([], 0, STEP)
+    times = [STEP] * 3 + [100 * STEP] + [STEP] * 4
+    resting.rested(times)
+    for step in times:
+        stepping.start(0)
+        stepping.finish([], 0, step)
+    assert resting.steps.seconds == pytest.approx(stepping.steps.seconds) and resting.pace.factor == pytest.approx(stepping.pace.factor)
+    assert resting.steps.seconds[1] < 1.2 * STEP
+
+
+def test_only_rounds_that_looked_are_trials_that_failed():
+    length = AdaptiveLength(world(CPU, 0.4, USELESS), clock=Clock())
+    before = length._budget
+    for _ in range(40):  # a drafter that has nothing to propose
+        length.start(8)
+        length.finish([], 0, STEP)
+    assert length._budget == before
 
 
 def test_a_law_that_came_to_nothing_is_not_taken_for_one():

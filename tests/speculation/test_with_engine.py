@@ -81,9 +81,9 @@ class Resting(FixedLength):
         self._resting = not self._resting
         return self._steps if self._resting else 0
 
-    def rested(self, steps, seconds):
-        assert seconds > 0
-        self.told.append(steps)
+    def rested(self, seconds):
+        assert min(seconds) > 0
+        self.told.append(len(seconds))
 
 
 def take(count, target, decoder, options=SamplingOptions(), seed=1):
