@@ -31,7 +31,7 @@ _HORIZON = 256.0  # tokens over which the achieved rate is averaged
 _FEW = 8  # samples of a law's time below which it may be an accident
 _TRIAL_BUDGET = 0.01  # tokens that trials may lose, per token generated
 _PATIENCE = 2  # trials in a row that may come to nothing before the budget shrinks
-_DISCOURAGED, _MOST_DISCOURAGED = 0.5, 4.0  # what each one more adds to its divisor, 1 else; most that can be
+_DISCOURAGED, _MOST_DISCOURAGED = 0.5, 4.0  # what each further one adds to the divisor of the budget, which is 1 before, and its most
 _TRIAL_START = 2.8  # tokens that they may lose at the start
 _FIRST_TRIAL = 1.0  # most that one of the first uses up, before the cost of a law is known: it takes longer than any other, because everything is new
 _ALL_RIGHT = 0.5  # share that counts of what a trial lost whose guesses were right, nothing while its time may have been a slow moment's: a useless draft has none
@@ -135,7 +135,8 @@ class AdaptiveLength:
         """They were made, and took so long each: one slow moment is one sample, as in a round."""
         self._rest = 0
         for step in seconds:
-            self._achieve(1, self._timed(1, step) / self.pace.factor)
+            self._time(1, step)
+            self._achieve(1, step / self.pace.factor)
             self._allow(self._budget)
 
     # ---- one round
@@ -153,7 +154,6 @@ class AdaptiveLength:
         self._behind = 0  # tokens to read before the first law
         self._trial = self._unknown
         self._looked = False  # whether a law was computed
-        self._rest = 0
 
     def wants_law(self, behind: int = 0) -> bool:
         if self._count >= self._room:
@@ -194,7 +194,7 @@ class AdaptiveLength:
             self._tries[grade] = self._tries[grade] * _FORGET + 1.0
             self._hits[grade] = self._hits[grade] * _FORGET + hit
         rows = 1 + len(grades)
-        self._timed(rows, seconds - self._law_seconds)
+        self._time(rows, seconds - self._law_seconds)
         self._longest = max(self._longest, len(grades))
         seconds /= self.pace.factor
         emitted = accepted + 1
@@ -212,13 +212,12 @@ class AdaptiveLength:
 
     # ---- parts
 
-    def _timed(self, rows: int, step: float) -> float:
-        """Learns from the seconds of a step of so many rows, which it returns."""
+    def _time(self, rows: int, seconds: float) -> None:
+        """Learns from the time of a step of so many rows."""
         if (usual := self.steps.usual(rows)) is not None:
-            self.pace.note(step, usual)
+            self.pace.note(seconds, usual)
         self.pace.observe(_TELLING * self.steps.seconds[1])
-        self.steps.record(rows, step / self.pace.factor)
-        return step
+        self.steps.record(rows, seconds / self.pace.factor)
 
     @property
     def _budget(self) -> float:

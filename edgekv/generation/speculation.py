@@ -132,10 +132,8 @@ class Speculation:
                 seconds.append(judged - begun)
                 tally.verify_seconds += verified - begun
                 tally.sampling_seconds += judged - verified
-                try:
-                    yield token
-                finally:
-                    session.commit(1)
+                session.commit(1)  # the token before, which was taken
+                yield token
         finally:
             tally.steps += len(seconds)
             tally.emitted += len(seconds)

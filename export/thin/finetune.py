@@ -36,8 +36,8 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. transfer_steps: of each layer's attention transfer
-    (0: none), in pieces of at most transfer_length tokens. precision: of products in both trainings; what is calibrated and measured is
-    float32. control: train whole keys on the same data too."""
+    (0: none), in pieces of at most transfer_length tokens. precision: of products in both trainings; maps are calibrated and
+    perplexities measured in float32. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
