@@ -23,7 +23,7 @@ from edgekv.bundle import Bundle, open_bundle, update_manifest
 from edgekv.errors import EdgekvError, UserError
 from edgekv.export import draft_corpus, draft_student, draft_train, exporter, load, parity, training_folder
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import maps
+from edgekv.export.thin import map_file
 from edgekv.generation.template import ChatTemplate
 
 FREQUENT = 2000  # tokens that texts may start with when there is neither template nor text
@@ -80,7 +80,7 @@ def make(model: str, target: Path, options: Options, report: Report = lambda sta
     if options.tokens < LEAST_SEQUENCES * options.length:
         raise UserError(f"--tokens must be at least {LEAST_SEQUENCES * options.length} for something to be learnt and something to be measured.")
     source = load.find(model, lambda text: report(f"loading: {text}", None, None))
-    if maps.load(source.folder) is not None:
+    if map_file.there(source.folder):
         raise UserError(f"{source.name} has thin keys, which a draft cannot learn from yet; make the draft from the model it was made from.")
     parity.check_memory(source)
     if options.threads:

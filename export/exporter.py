@@ -118,14 +118,17 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     return bundle.open_bundle(target, verify=False)
 
 
-def whole_geometry(source: load.Source, context: int, report: Report) -> list[LayerGeometry]:
-    """What every layer of a model stores, its rotation included; the graph that tells is thrown away. UserError as for an export."""
+def whole_geometry(source: load.Source, context: int, report: Report, form: str = "projected") -> list[LayerGeometry]:
+    """What every layer of a model stores, its rotation included; the graph that tells is thrown away. UserError as for an export, with
+    thin keys of this form."""
     hollow = _build(source)
     rope.freeze(hollow, context)
     with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
         geometry = trace.discover(hollow)
     traced, rotations = _trace(source, hollow, len(geometry), report)
-    return _complete(traced, geometry, rotations)
+    complete = _complete(traced, geometry, rotations)
+    into_graph.check(traced, form, complete)
+    return complete
 
 
 def _trace(source: load.Source, hollow: Any, layers: int, report: Report) -> tuple[Any, dict[int, Rotation]]:

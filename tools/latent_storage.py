@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from thin_key_table import compare, losses, read
 
-from edgekv.export.thin import latent, make, ranks
+from edgekv.export.thin import latent, latent_maps, make, ranks
+from edgekv.export.thin.rotation import rotated
 from edgekv.layout import GROUP
 from edgekv.reference.self_index import quantise
 from edgekv.reference.self_index.signs import sign_codes, signs_of
@@ -58,14 +59,14 @@ class StoredKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredLatents(latent.LatentMaps):
+class StoredLatents(latent_maps.LatentMaps):
     bits: int = 0
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        z = (latent.joint(latent.rotated(k, self.geometry, back=True)) - self.mean) @ self.encoder
+        z = (latent_maps.joint(rotated(k, self.geometry, back=True)) - self.mean) @ self.encoder
         z = torch.from_numpy(stored_latents(z.numpy(), self.bits)) if self.bits else z
         apart = (z @ self.decoder + self.mean).unflatten(-1, (k.shape[-3], k.shape[-1])).transpose(-2, -3)
-        return q, torch.cat([k[..., :SINKS, :], latent.rotated(apart, self.geometry)[..., SINKS:, :]], -2)
+        return q, torch.cat([k[..., :SINKS, :], rotated(apart, self.geometry)[..., SINKS:, :]], -2)
 
 
 def key_bytes(count: int, bits: int) -> float:

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from edgekv.errors import UserError
 from edgekv.export import exporter, load, parity, rope, training_folder
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import make, maps, ranks, train, trainable, transfer
+from edgekv.export.thin import make, map_file, ranks, train, trainable, transfer
+from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
 
 TRANSFER = "transfer.pt"  # layers whose attention transfer is done
@@ -35,12 +36,13 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. transfer_steps: of each layer's attention transfer
-    (0: none), in pieces of at most transfer_length tokens. precision: of products in both trainings; maps are calibrated and
-    perplexities measured in float32. control: train whole keys on the same data too."""
+    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation) or
+    latent. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
+    products in both trainings; maps are calibrated and perplexities measured in float32. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
+    form: str = "projected"
     steps: int = 200
     batch: int = 8
     length: int = 512
@@ -81,7 +83,7 @@ def make_model(
     main = accelerator.is_main_process
     say: Report = report if main else lambda stage, done, total: None
     source = load.find(model, lambda text: say(f"loading: {text}", None, None))
-    if maps.load(source.folder) is not None:
+    if map_file.there(source.folder):
         raise UserError(f"{source.name} has thin keys already; fine-tune the model that it was made from.")
     parity.check_memory(source)
     context = rope.choose_context(source.config, None)
@@ -91,7 +93,7 @@ def make_model(
     if main:
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
-    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say))  # only what is still to be done needs it
+    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form))  # only what is still to be done needs it
     start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
     names = trainable.key_side(plain, corpus.training[0, :8])
@@ -133,7 +135,7 @@ def make_model(
     return figures if main else {}
 
 
-def _student(model: Any, names: list[str], start: list[maps.KeyMaps] | None) -> trainable.ThinModel:
+def _student(model: Any, names: list[str], start: list[Maps] | None) -> trainable.ThinModel:
     trainable.only_these(model, names)
     return trainable.ThinModel(model, start)
 
@@ -152,25 +154,26 @@ def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> 
 def _start(
     plain: Any, corpus: train.Corpus, wanted: ranks.KeyRank, options: Options, context: int, work: Path, accelerator: Any,
     geometry: Callable[[], list[LayerGeometry]], say: Report,
-) -> list[maps.KeyMaps]:  # fmt: skip
+) -> list[Maps]:  # fmt: skip
     """Calibrated maps to begin with; the first process makes them, once."""
     folder = work / "start"
-    if accelerator.is_main_process and not (folder / maps.FILE).is_file():
+    if accelerator.is_main_process and not map_file.there(folder):
         count = max(make.LEAST_CHUNKS, min(len(corpus.training), options.calibrate_tokens // corpus.training.shape[1]))
-        found = make.calibrated(plain, corpus.training[:count] if len(corpus.training) >= count else corpus.training, geometry(), wanted, options.calibrate_steps, context, say)
+        found = make.from_chunks(plain, corpus.training[:count], geometry(), wanted, options.form, options.calibrate_steps, context, say)
         fresh = work / "start.new"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
-        maps.save(fresh, found.maps)
+        map_file.save(fresh, found.maps)
         fresh.rename(folder)
     accelerator.wait_for_everyone()
-    return maps.load(folder)
+    found = map_file.load(folder)
+    return map_file.fitted(found, geometry(), str(folder)) if options.form == "latent" else found
 
 
 def _transferred(
-    plain: Any, teacher: trainable.ThinModel, names: list[str], start: list[maps.KeyMaps], corpus: train.Corpus, options: Options, context: int,
+    plain: Any, teacher: trainable.ThinModel, names: list[str], start: list[Maps], corpus: train.Corpus, options: Options, context: int,
     work: Path, accelerator: Any, geometry: Callable[[], list[LayerGeometry]], say: Report, stop: Callable[[int], bool],
-) -> list[maps.KeyMaps] | None:  # fmt: skip
+) -> list[Maps] | None:  # fmt: skip
     """The maps after attention transfer, and `plain` with the weights that belong to them; None when it was stopped. The first process
     does it, once."""
     if not options.transfer_steps:
@@ -188,13 +191,13 @@ def _transferred(
                 options.seed, path, lambda layer, layers, kl: say(f"attention transfer, KL {kl:.3f} nats", layer, layers), stop,
             )  # fmt: skip
     accelerator.wait_for_everyone()
-    return transfer.load(path, plain, len(start))
+    return transfer.load(path, plain, start)
 
 
-def _of_transfer(teacher: trainable.ThinModel, found: list[maps.KeyMaps], names: list[str], corpus: train.Corpus, work: Path, device: Any) -> float:
+def _of_transfer(teacher: trainable.ThinModel, found: list[Maps], names: list[str], corpus: train.Corpus, work: Path, device: Any) -> float:
     """Perplexity after attention transfer alone."""
     model = trainable.twin(teacher.model, names)
-    transfer.load(work / TRANSFER, model, len(found))
+    transfer.load(work / TRANSFER, model, found)
     return train.perplexity(trainable.ThinModel(model, found).to(device), corpus.validation, device)
 
 
@@ -209,7 +212,7 @@ def _finish(
             if name in names:
                 p.copy_(p.to(stored).float())
     figures = {
-        "model": source.name, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
+        "model": source.name, "form": options.form, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
         "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
@@ -223,7 +226,7 @@ def _finish(
         for path in source.folder.glob(pattern):
             if not (partial / path.name).exists():
                 shutil.copyfile(path, partial / path.name)
-    maps.save(partial, student.maps())
+    map_file.save(partial, student.maps())
     (partial / RECORD).write_text(json.dumps(figures, indent=1))
     if target.exists():
         shutil.rmtree(target)

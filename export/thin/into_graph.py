@@ -10,7 +10,7 @@ from edgekv import layout
 from edgekv.errors import UserError
 from edgekv.export.load import Source
 from edgekv.export.passes import match, thin_keys
-from edgekv.export.thin import make, maps
+from edgekv.export.thin import make, map_file
 from edgekv.export.thin.calibrate import Calibrated
 from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
@@ -38,21 +38,17 @@ class Thin:
 
 def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry: Sequence[LayerGeometry], context: int, report: make.Report) -> Thin | None:
     """Changes the graph; None when neither the options nor the model ask for thin keys. UserError when they cannot be had."""
-    saved = maps.load(source.folder)
+    saved = map_file.load(source.folder)
     if saved is not None and options is not None and options.rank is not None:
-        raise UserError(f"{source.name} brings its own thin keys ({source.folder / maps.FILE}); leave out --key-rank.")
+        raise UserError(f"{source.name} brings its own thin keys ({source.folder / map_file.FILE}); leave out --key-rank.")
     if saved is None and (options is None or options.rank is None):
         return None
-    nodes = sorted(match.attentions(traced), key=lambda node: node.attributes["layer"].value)
-    bent = [layer for layer, node in enumerate(nodes) if thin_keys.straight(node) is None]
-    form = (options.form if options else None) or ("projected" if bent else "absorbed")
-    if form == "absorbed" and bent:
-        raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
-    if form == "latent":
-        _check_rotations(nodes, bent, geometry, saved)
+    nodes = _nodes(traced)
+    form = _form(saved, options, traced, source.name)
+    check(traced, form, geometry)
     if saved is not None:
-        maps.check(saved, geometry, str(source.folder / maps.FILE))
-        made, origin, errors = saved, {"rank": "of the model", "text": None, "tokens": 0}, None
+        made, errors = map_file.fitted(saved, geometry, str(source.folder / map_file.FILE)), None
+        origin = {"rank": "of the model", "text": None, "tokens": 0}
     else:
         found = errors = make.from_text(source, options, form, geometry, context, report)
         made, text = found.maps, options.text
@@ -73,10 +69,35 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
     return Thin(thinner, list(made), form, origin, errors)
 
 
-def _check_rotations(nodes: Sequence[Any], bent: Sequence[int], geometry: Sequence[LayerGeometry], saved: Any) -> None:
-    """UserError when keys cannot be had before their rotation, or have been trained for another form."""
-    if saved is not None:
-        raise UserError("The thin keys that this model brings were trained as projected ones; leave out --key-form latent.")
+def _nodes(traced: Any) -> list[Any]:
+    return sorted(match.attentions(traced), key=lambda node: node.attributes["layer"].value)
+
+
+def _bent(nodes: Sequence[Any]) -> list[int]:
+    """Layers that do something between their linear layer and their scores."""
+    return [layer for layer, node in enumerate(nodes) if thin_keys.straight(node) is None]
+
+
+def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced: Any, name: str) -> str:
+    """What keys get thinner by; UserError when the model was trained for something else."""
+    wanted = options.form if options else None
+    if saved is None or saved[0].form != "latent":
+        if saved is not None and wanted == "latent":
+            raise UserError(f"The thin keys that {name} brings were trained as projected ones; leave out --key-form latent.")
+        return wanted or ("projected" if _bent(_nodes(traced)) else "absorbed")
+    if wanted not in (None, "latent"):
+        raise UserError(f"The thin keys that {name} brings were trained as latent ones; leave out --key-form {wanted}.")
+    return "latent"
+
+
+def check(traced: Any, form: str, geometry: Sequence[LayerGeometry]) -> None:
+    """UserError when keys of this graph cannot be had in the form."""
+    nodes = _nodes(traced)
+    bent = _bent(nodes)
+    if form == "absorbed" and bent:
+        raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
+    if form != "latent":
+        return
     for layer in bent:
         turns = len(nodes[layer].inputs) > 6 and nodes[layer].inputs[5] is not None
         if not turns or not geometry[layer].inv_freq:

@@ -111,6 +111,15 @@ def latent_from_chunks(
     )
 
 
+def from_chunks(
+    model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, form: str, steps: int, context: int, report: Report
+) -> calibrate.Calibrated:
+    """Maps of every layer of the form that was asked for. chunks int64 [N, T]."""
+    if form == "latent":
+        return latent_from_chunks(model, chunks, geometry, wanted, steps, report)
+    return calibrated(model, chunks, geometry, wanted, steps, context, report)
+
+
 def from_text(
     source: Source, options: KeyOptions, form: str, geometry: Sequence[LayerGeometry], context: int, report: Report
 ) -> calibrate.Calibrated:
@@ -119,9 +128,7 @@ def from_text(
     report("loading the model to calibrate its keys", None, None)
     model = load_model(source, context)
     chunks = chunks_of(source, text, int(model.get_output_embeddings().weight.shape[0]), context, options.tokens)
-    if form == "latent":
-        return latent_from_chunks(model, chunks, geometry, options.rank, options.steps, report)
-    return calibrated(model, chunks, geometry, options.rank, options.steps, context, report)
+    return from_chunks(model, chunks, geometry, options.rank, form, options.steps, context, report)
 
 
 def read_text(path: Path | None) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from edgekv.errors import UserError
 from edgekv.export.thin.attention import Scores, Session, using
+from edgekv.export.thin.rotation import turn
 from edgekv.geometry import LayerGeometry
 
 
@@ -185,14 +186,3 @@ def further(x: torch.Tensor, g: LayerGeometry, start: int) -> torch.Tensor:
 def _further(x: torch.Tensor, g: LayerGeometry, starts: torch.Tensor) -> torch.Tensor:
     angle = (starts.double()[..., None] * torch.tensor(g.inv_freq, dtype=torch.float64)).to(x.device)
     return turn(x, angle.cos().float(), angle.sin().float(), g)
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, g: LayerGeometry) -> torch.Tensor:
-    """x [..., head_dim] with the pairs that the layer rotates turned by angles of which cos and sin [..., rotary_dim/2] are given."""
-    half = g.rotary_dim // 2
-    first = slice(0, g.rotary_dim, 2) if g.rotary_interleaved else slice(0, half)
-    second = slice(1, g.rotary_dim, 2) if g.rotary_interleaved else slice(half, g.rotary_dim)
-    a, b = x[..., first], x[..., second]
-    both = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(both, -1).flatten(-2) if g.rotary_interleaved else torch.cat(both, -1)
-    return turned if g.rotary_dim == x.shape[-1] else torch.cat((turned, x[..., g.rotary_dim :]), -1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from edgekv.export.thin.attention import Session, using
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import Maps
 
 
 class ThinModel(torch.nn.Module):
@@ -18,21 +18,21 @@ class ThinModel(torch.nn.Module):
     maps None: the model with whole keys (teacher, control).
     """
 
-    def __init__(self, model: Any, maps: Sequence[KeyMaps] | None):
+    def __init__(self, model: Any, maps: Sequence[Maps] | None):
         super().__init__()
         self.model = model
-        self.query_maps = torch.nn.ParameterList([torch.nn.Parameter(m.query.clone()) for m in maps or ()])
-        self.key_maps = torch.nn.ParameterList([torch.nn.Parameter(m.key.clone()) for m in maps or ()])
+        self._maps = list(maps or ())
+        self.parts = torch.nn.ModuleList([torch.nn.ParameterList([torch.nn.Parameter(x.clone()) for x in m.parts()]) for m in self._maps])
 
     def forward(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
         """ids int64 [B, T], read from position `start` on: logits float32 [B, T, vocab]."""
         places = (start + torch.arange(ids.shape[1], device=ids.device))[None].expand(ids.shape[0], -1)
-        maps = {i: KeyMaps(q, k) for i, (q, k) in enumerate(zip(self.query_maps, self.key_maps, strict=True))}
+        maps = {i: m.with_parts(list(parts)).at(start) for i, (m, parts) in enumerate(zip(self._maps, self.parts, strict=True))}
         with using(Session(maps)):
             return self.model(input_ids=ids, position_ids=places, use_cache=False).logits
 
-    def maps(self) -> list[KeyMaps]:
-        return [KeyMaps(q.detach().cpu().clone(), k.detach().cpu().clone()) for q, k in zip(self.query_maps, self.key_maps, strict=True)]
+    def maps(self) -> list[Maps]:
+        return [m.with_parts([x.detach().cpu().clone() for x in parts]) for m, parts in zip(self._maps, self.parts, strict=True)]
 
 
 def key_side(model: Any, ids: torch.Tensor) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from edgekv.export import training_folder
 from edgekv.export.thin import stream
 from edgekv.export.thin.calibrate import RATE, ROWS, descend, divergence, held_out
-from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.maps import Maps
 from edgekv.export.thin.train import rate_of
 from edgekv.geometry import LayerGeometry
 
@@ -35,7 +35,7 @@ def chunks_for(training: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def transfer(
-    student: Any, teacher: Any, names: Sequence[str], maps: Sequence[KeyMaps], chunks: torch.Tensor, starts: Sequence[int],
+    student: Any, teacher: Any, names: Sequence[str], maps: Sequence[Maps], chunks: torch.Tensor, starts: Sequence[int],
     geometry: Callable[[], Sequence[LayerGeometry]], steps: int, seed: int, path: Path, report: Callable[[int, int, float], None],
     stop: Callable[[int], bool],
 ) -> None:  # fmt: skip
@@ -63,15 +63,16 @@ def transfer(
         report(index + 1, len(blocks), found[1])
 
 
-def load(path: Path, student: Any, layers: int) -> list[KeyMaps] | None:
-    """Puts the weights of a transfer into the student and returns the maps that belong to them; None when not all layers are done."""
+def load(path: Path, student: Any, start: Sequence[Maps]) -> list[Maps] | None:
+    """Puts the weights of a transfer that began with the maps `start` into the student and returns the maps that belong to them; None when
+    not all layers are done."""
     done, own = _read(path), dict(student.named_parameters())
-    if len(done["maps"]) < layers:
+    if len(done["maps"]) < len(start):
         return None
     with training_folder.restoring(path), torch.no_grad():
         for name, numbers in done["parameters"].items():
             own[name].copy_(numbers)
-        return [KeyMaps(query, key) for query, key in done["maps"]]
+        return [layer.with_parts(parts) for layer, parts in zip(start, done["maps"], strict=True)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Layer:
         self._measured = [i for i in range(count) if held_out(i, count)] or [0]
         self._training = [i for i in range(count) if not held_out(i, count)]
 
-    def learn(self, maps: KeyMaps, steps: int, seed: int, stop: Callable[[int], bool]) -> tuple[KeyMaps, float] | None:
+    def learn(self, maps: Maps, steps: int, seed: int, stop: Callable[[int], bool]) -> tuple[Maps, float] | None:
         """Adam on the KL of the attention, each step on ROWS queries of one chunk. What is better on the held-out chunks, before or
         after, stays, and its KL is returned; when the end is no better, shorter steps are tried. None, and nothing changed, when `stop`
         ended it early."""
@@ -112,7 +113,7 @@ class Layer:
         return maps, start
 
     def _descend(
-        self, maps: KeyMaps, parts: list[torch.Tensor], steps: int, rate: float, generator: torch.Generator, stop: Callable[[int], bool]
+        self, maps: Maps, parts: list[torch.Tensor], steps: int, rate: float, generator: torch.Generator, stop: Callable[[int], bool]
     ) -> bool:
         length = self._reading.hidden[0].shape[1]
 
@@ -123,15 +124,15 @@ class Layer:
         return descend([*self._parameters, *parts], loss, [rate * rate_of(step, steps) for step in range(steps)], stop)
 
     @torch.no_grad()
-    def measure(self, maps: KeyMaps) -> float:
+    def measure(self, maps: Maps) -> float:
         """KL(full attention || thin attention) on the held-out chunks, every eighth query: mean over queries and heads, nats."""
         rows = torch.arange(0, self._reading.hidden[0].shape[1], 8)
         return sum(float(self._divergence(chunk, maps, rows)) for chunk in self._measured) / len(self._measured)
 
-    def _divergence(self, chunk: int, maps: KeyMaps, rows: torch.Tensor) -> torch.Tensor:
+    def _divergence(self, chunk: int, maps: Maps, rows: torch.Tensor) -> torch.Tensor:
         text, rows = self._reading.text, rows.to(self._reading.hidden[chunk].device)
         with torch.no_grad():
             full = text.scores.logits(text.q[chunk][:, rows], text.k[chunk], rows)
         q, k = stream.queries_and_keys(self._block, self._reading.hidden[chunk], self._reading.call)
         q, k = (stream.further(x, self._geometry, self._starts[chunk]) for x in (q[:, rows], k))
-        return divergence(full, text.scores.logits(*maps.apply(q, k), rows))
+        return divergence(full, text.scores.logits(*maps.at(self._starts[chunk]).apply(q, k), rows))

@@ -18,7 +18,7 @@ from tiny_models import make
 from edgekv.bundle import open_bundle
 from edgekv.cli import main
 from edgekv.errors import UserError
-from edgekv.export.thin import finetune, maps, train, trainable
+from edgekv.export.thin import finetune, map_file, train, trainable
 from edgekv.export.thin.finetune import Options
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -63,7 +63,7 @@ def test_only_queries_and_keys_changed_and_the_rank_holds(llama, tuned):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {f"model.layers.{i}.self_attn.{w}_proj.weight" for i in range(2) for w in "qk"}
     assert figures["trained_weights"] == len(changed) and len(losses) == 4
-    made = maps.load(folder)
+    made = map_file.load(folder)
     for index, layer in enumerate(made):
         assert layer.rank == 8 == figures["ranks"][index]
         for head in range(4):
@@ -72,6 +72,50 @@ def test_only_queries_and_keys_changed_and_the_rank_holds(llama, tuned):
     for name in ("perplexity_full", "perplexity_thin_before", "perplexity_thin_transferred", "perplexity_thin_after", "perplexity_control"):
         assert figures[name] > 1
     assert json.loads((folder / finetune.RECORD).read_text()) == figures
+
+
+@pytest.fixture(scope="module")
+def latent(llama, text, tmp_path_factory):
+    """A model with latent keys, from a run that was stopped in its transfer and in its training."""
+    folder = tmp_path_factory.mktemp("latent") / "thin"
+    work = folder.parent / f"{folder.name}.training"
+
+    def layers():
+        return len(torch.load(work / "transfer.pt")["maps"]) if (work / "transfer.pt").exists() else 0
+
+    for stop in (lambda step: layers() == 1 and step == 2, lambda step: layers() == 2 and step == 2):
+        assert run(llama, folder, text, form="latent", rate=0.02, stop=stop) is None and not folder.exists()
+    return folder, run(llama, folder, text, form="latent", rate=0.02)
+
+
+def test_latent_keys_are_trained_too(llama, text, latent, tmp_path):
+    folder, figures = latent
+    straight = run(llama, tmp_path / "thin", text, form="latent", rate=0.02)
+    assert straight == figures and figures["form"] == "latent"
+    before, after, again = (tensors(f) for f in (llama, folder, tmp_path / "thin"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{w}_proj.weight" for i in range(2) for w in "qk"}
+    assert all(torch.equal(tensor, again[name]) for name, tensor in after.items())
+    for layer in map_file.load(folder):
+        assert layer.form == "latent" and layer.rank == 16 and torch.linalg.matrix_rank(layer.encoder @ layer.decoder) <= 16
+    trained = run(llama, tmp_path / "longer", text, form="latent", steps=30, loss="text", rate=0.02)
+    assert trained["perplexity_thin_after"] < trained["perplexity_thin_before"]
+
+
+def test_latent_keys_that_were_trained_are_exported(latent, tmp_path):
+    """The parity gate among it: logits equal those of the model with these maps behind the first boundary too."""
+    options = ["--context", "128", "--weights", "fp32", "--kv-type", "fp32"]
+    result = CliRunner().invoke(main, ["export", str(latent[0]), "-o", str(tmp_path / "bundle"), *options])
+    assert result.exit_code == 0, result.output
+    made = open_bundle(tmp_path / "bundle")
+    assert made.latent and made.manifest["keys"]["form"] == "latent" and made.manifest["keys"]["ranks"] == latent[1]["ranks"] == [16, 16]
+    refused = CliRunner().invoke(main, ["export", str(latent[0]), "-o", str(tmp_path / "other"), "--key-form", "projected", *options])
+    assert refused.exit_code == 2 and "trained as latent ones" in refused.output and not (tmp_path / "other").exists()
+
+
+def test_a_rotation_that_is_not_recognised_is_refused_before_any_training(text, tmp_path):
+    with pytest.raises(UserError, match="not recognised in the graph"):
+        run(make(tmp_path / "gptj", "gptj"), tmp_path / "thin", text, form="latent")
 
 
 def test_training_helps(llama, text, tmp_path):
@@ -142,8 +186,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
     assert figures == tuned[1]
     for name, tensor in tensors(tuned[0]).items():
         assert torch.equal(tensor, tensors(target)[name]), name
-    for a, b in zip(maps.load(tuned[0]), maps.load(target), strict=True):
-        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+    for a, b in zip(map_file.load(tuned[0]), map_file.load(target), strict=True):
+        assert all(map(torch.equal, a.parts(), b.parts()))
 
 
 def command(model, target, text, *more):

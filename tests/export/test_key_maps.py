@@ -5,53 +5,83 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgekv.errors import UserError
-from edgekv.export.thin import maps
+from edgekv.export.thin import latent_maps, map_file, maps
+from edgekv.geometry import LayerGeometry
 
 GENERATOR = torch.Generator().manual_seed(0)
-MADE = [maps.KeyMaps(torch.randn(4, 16, 8, generator=GENERATOR), torch.randn(2, 16, 8, generator=GENERATOR)) for _ in range(2)]
+GEOMETRY = LayerGeometry(4, 2, 16, 16, 0.25, rotary_dim=4, inv_freq=(1.0, 0.1))
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+MADE = {
+    "projected": [maps.KeyMaps(random(4, 16, 8), random(2, 16, 8)) for _ in range(2)],
+    "latent": [latent_maps.LatentMaps(random(32, 8), random(8, 32), random(32), GEOMETRY) for _ in range(2)],
+}
+
+
+@pytest.fixture(params=MADE)
+def form(request):
+    return request.param
 
 
 @pytest.fixture
-def file(tmp_path):
-    maps.save(tmp_path, MADE)
-    return tmp_path / maps.FILE
+def file(form, tmp_path):
+    map_file.save(tmp_path, MADE[form])
+    return tmp_path / map_file.FILE
 
 
-def test_what_was_saved_comes_back(file, tmp_path):
-    found = maps.load(tmp_path)
-    for wanted, layer in zip(MADE, found, strict=True):
-        torch.testing.assert_close(layer.query, wanted.query, atol=0, rtol=0)
-        torch.testing.assert_close(layer.key, wanted.key, atol=0, rtol=0)
+def test_what_was_saved_comes_back(file, form, tmp_path):
+    found = map_file.fitted(map_file.load(tmp_path), [GEOMETRY] * 2, "the file")
+    q, k = random(4, 20, 16), random(2, 20, 16)
+    for wanted, layer in zip(MADE[form], found, strict=True):
+        assert layer.form == form and layer.rank == 8
+        for start in (0, 7):
+            assert all(map(torch.equal, wanted.at(start).apply(q, k), layer.at(start).apply(q, k)))
 
 
 def test_a_model_without_the_file_has_none(tmp_path):
-    assert maps.load(tmp_path) is None
+    assert map_file.load(tmp_path) is None and not map_file.there(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 5000, None], ids=["empty", "junk", "truncated"])
 def test_damaged_files_are_refused(file, tmp_path, content):
     file.write_bytes(file.read_bytes()[:100] if content is None else content)
     with pytest.raises(UserError, match="is damaged"):
-        maps.load(tmp_path)
+        map_file.load(tmp_path)
 
 
-def first_key(change):
-    return lambda tensors: {**tensors, "key_map.0": change(tensors["key_map.0"])}
+def first(change):
+    def changed(tensors):
+        name = "key_map.0" if "key_map.0" in tensors else "key_decode.0"
+        return {**tensors, name: change(tensors[name])}
+
+    return changed
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda tensors: {name: t for name, t in tensors.items() if name != "key_map.0"}, "other names"),
+        (lambda tensors: dict(sorted(tensors.items())[1:]), "other names"),
         (lambda tensors: {**tensors, "another": torch.zeros(1)}, "other names"),
-        (first_key(lambda t: t[..., :1].contiguous()), "do not fit each other"),
-        (first_key(lambda t: t[0].contiguous()), "do not fit each other"),
-        (first_key(lambda t: t.new_zeros(2, 1000, 1000)), "do not fit each other"),
-        (first_key(lambda t: t.new_full(t.shape, float("nan"))), "not all numbers"),
-        (first_key(lambda t: t / 0), "not all numbers"),
+        (lambda tensors: {}, "other names"),
+        (first(lambda t: t[..., :1].contiguous()), "do not fit each other"),
+        (first(lambda t: t[0].contiguous()), "do not fit each other"),
+        (first(lambda t: t.new_zeros(2, 1000, 1000)), "do not fit each other"),
+        (first(lambda t: t.new_full(t.shape, float("nan"))), "not all numbers"),
+        (first(lambda t: t / 0), "not all numbers"),
     ],
 )
 def test_other_contents_are_refused(file, tmp_path, change, words):
     save_file(change(load_file(file)), file)
     with pytest.raises(UserError, match=words):
-        maps.load(tmp_path)
+        map_file.load(tmp_path)
+
+
+def test_maps_of_another_model_are_refused(file, tmp_path):
+    with pytest.raises(UserError, match="maps of 2 layers and the model has 3"):
+        map_file.fitted(map_file.load(tmp_path), [GEOMETRY] * 3, "it")
+    with pytest.raises(UserError, match="does not fit layer 1"):
+        map_file.fitted(map_file.load(tmp_path), [GEOMETRY, LayerGeometry(4, 2, 12, 12, 0.25)], "it")

@@ -18,6 +18,7 @@ from edgekv.export.parity import bundle_logits
 from edgekv.export.thin import calibrate, latent, ranks
 from edgekv.export.thin.attention import Scores
 from edgekv.export.thin.make import KeyOptions
+from edgekv.export.thin.rotation import rotated
 from edgekv.export.thin.stream import LayerText
 from edgekv.geometry import LayerGeometry
 from edgekv.policy import CachePolicy, parse_budget
@@ -105,7 +106,7 @@ def text_of(g: LayerGeometry, count=160, chunks=17):
     mix = torch.randn(g.kv_heads * g.key_dim, g.kv_heads * g.key_dim, generator=generator) * 0.8 ** torch.arange(g.kv_heads * g.key_dim)[:, None]
     plain = (torch.randn(chunks, count, g.kv_heads * g.key_dim, generator=generator) @ mix + 2).unflatten(-1, (g.kv_heads, g.key_dim)).transpose(1, 2)
     q = torch.randn(chunks, g.q_heads, count, g.key_dim, generator=generator) @ torch.randn(g.key_dim, g.key_dim, generator=generator) * 0.3 + 0.5
-    return LayerText(0, latent.rotated(q, g), latent.rotated(plain, g), Scores(g.scale))
+    return LayerText(0, rotated(q, g), rotated(plain, g), Scores(g.scale))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -15,7 +15,7 @@ from edgekv.cli import main
 from edgekv.errors import UserError
 from edgekv.export import exporter, load, replan
 from edgekv.export.parity import bundle_logits
-from edgekv.export.thin import attention, maps, ranks
+from edgekv.export.thin import attention, map_file, ranks
 from edgekv.export.thin.attention import Session, using
 from edgekv.export.thin.make import KeyOptions
 from edgekv.export.thin.maps import KeyMaps
@@ -38,7 +38,7 @@ def random_maps(folder, heads, kv_heads, dim, rank, layers=2, orthogonal=False):
         key = torch.randn(kv_heads, dim, dim, generator=generator)
         key = torch.linalg.qr(key)[0] if orthogonal else key * dim**-0.5
         made.append(KeyMaps(key.repeat_interleave(heads // kv_heads, 0)[..., :rank], key[..., :rank]))
-    maps.save(folder, made)
+    map_file.save(folder, made)
     return made
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
         result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", *options) if "--key-tokens" not in options else run("export", folder, "-o", tmp_path / "bundle", *options)
         assert result.exit_code == 2 and sentence in result.output, (options, result.output)
         assert not (tmp_path / "bundle").exists()
-    (folder / maps.FILE).write_bytes(b"nonsense")
+    (folder / map_file.FILE).write_bytes(b"nonsense")
     result = run("export", folder, "-o", tmp_path / "bundle")
     assert result.exit_code == 2 and "is damaged" in result.output
 

@@ -6,21 +6,22 @@ import torch
 from tiny_models import make
 
 from edgekv.export import exporter, load
-from edgekv.export.thin import calibrate, stream, train, trainable, transfer
-from edgekv.export.thin.make import load_model, starts_of
+from edgekv.export.thin import calibrate, ranks, stream, train, trainable, transfer
+from edgekv.export.thin.make import from_chunks, load_model, starts_of
 
 CHUNKS = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (2, 48))).repeat(2, 1)  # tiny models learn nothing that holds elsewhere
 STEPS = 64
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2", "gptj"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2", "gptj", "llama latent", "gemma2 latent", "gpt2 latent"])
 def made(request, tmp_path_factory):
     """The full model, its geometry, names of what learns, and maps to half of the numbers to begin with."""
-    source = load.find(str(make(tmp_path_factory.mktemp(request.param) / "model", request.param)))
+    name, form = [*request.param.split(), "projected"][:2]
+    source = load.find(str(make(tmp_path_factory.mktemp(name) / "model", name)))
     model = load_model(source, 128).requires_grad_(False)
-    geometry = exporter.whole_geometry(source, 128, lambda stage, done, total: None)
-    spectra, full = calibrate.closed_form(stream.turned(stream.layers(model, CHUNKS), geometry, starts_of(CHUNKS, 128)))
-    return model, geometry, trainable.key_side(model, CHUNKS[0, :8]), [calibrate.cut(m, m.rank // 2) for m in full]
+    geometry = exporter.whole_geometry(source, 128, lambda stage, done, total: None, form)
+    start = from_chunks(model, CHUNKS, geometry, ranks.parse("50%"), form, 0, 128, lambda stage, done, total: None).maps
+    return model, geometry, trainable.key_side(model, CHUNKS[0, :8]), start
 
 
 def learn(made, path, **changes):
@@ -61,7 +62,7 @@ def test_every_layer_attends_more_like_the_full_model(made, tmp_path):
     student, told = learn(made, tmp_path / "t.pt")
     layers = len(start)
     assert [(layer, total) for layer, total, _ in told] == [(i + 1, layers) for i in range(layers)]
-    maps = transfer.load(tmp_path / "t.pt", student, layers)
+    maps = transfer.load(tmp_path / "t.pt", student, start)
     before, after = divergences(model, model, start), divergences(model, student, maps)
     assert all(b <= a for a, b in zip(before, after, strict=True)) and sum(after) < 0.95 * sum(before), (before, after)
     theirs = dict(model.named_parameters())
@@ -69,7 +70,7 @@ def test_every_layer_attends_more_like_the_full_model(made, tmp_path):
     assert changed <= set(names) and bool(changed) == bool(names)
     assert [m.rank for m in maps] == [m.rank for m in start]
     other = trainable.twin(model, names)
-    transfer.load(tmp_path / "t.pt", other, layers)
+    transfer.load(tmp_path / "t.pt", other, start)
     for (name, a), (_, b) in zip(student.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -80,8 +81,8 @@ def test_what_does_not_help_is_taken_back(made, tmp_path, monkeypatch):
     student, _ = learn(made, tmp_path / "t.pt", steps=3)
     for (name, a), (_, b) in zip(student.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    for a, b in zip(transfer.load(tmp_path / "t.pt", student, len(start)), start, strict=True):
-        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+    for a, b in zip(transfer.load(tmp_path / "t.pt", student, start), start, strict=True):
+        assert all(map(torch.equal, a.parts(), b.parts()))
 
 
 def test_a_stopped_transfer_goes_on_bit_for_bit(made, tmp_path):
@@ -89,12 +90,12 @@ def test_a_stopped_transfer_goes_on_bit_for_bit(made, tmp_path):
     want, _ = learn(made, tmp_path / "one.pt", steps=4)
     path = tmp_path / "two.pt"
     learn(made, path, steps=4, stop=lambda step: path.exists() and step == 2)  # in layer 1
-    assert transfer.load(tmp_path / "two.pt", trainable.twin(model, names), len(start)) is None
+    assert transfer.load(tmp_path / "two.pt", trainable.twin(model, names), start) is None
     _, told = learn(made, tmp_path / "two.pt", steps=4)
     assert told[0][0] == 2
     got = trainable.twin(model, names)
-    for a, b in zip(transfer.load(tmp_path / "one.pt", want, len(start)), transfer.load(tmp_path / "two.pt", got, len(start)), strict=True):
-        assert torch.equal(a.query, b.query) and torch.equal(a.key, b.key)
+    for a, b in zip(transfer.load(tmp_path / "one.pt", want, start), transfer.load(tmp_path / "two.pt", got, start), strict=True):
+        assert all(map(torch.equal, a.parts(), b.parts()))
     for (name, a), (_, b) in zip(want.named_parameters(), got.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
