@@ -39,7 +39,8 @@ from edgekv.cli._stages import stages
 @click.pass_context
 def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...], **options) -> None:
     """Trains MODEL (a Hugging Face directory, a hub id or a .gguf file) so that its keys have --key-rank numbers. Only queries and keys
-    learn; the rank holds by construction. Ctrl-C keeps the work, and the same command goes on with it.
+    learn, of latent keys what makes them and what they are read with; the rank holds by construction. Ctrl-C keeps the work, and the same
+    command goes on with it.
 
     The result is a model directory for `edgekv export`. On several GPUs or processes: accelerate launch -m edgekv finetune MODEL ...
     """

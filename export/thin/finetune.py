@@ -96,7 +96,8 @@ def make_model(
     geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form))  # only what is still to be done needs it
     start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
-    names = trainable.key_side(plain, corpus.training[0, :8])
+    # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
+    names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []
     schedule = train.Schedule(options.steps, options.batch, options.rate, options.loss, context, options.seed, options.save_every)
     teacher = trainable.ThinModel(trainable.twin(plain, names), None)
     teacher.requires_grad_(False)

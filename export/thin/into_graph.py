@@ -28,8 +28,10 @@ class Thin:
 
     def trained(self, traced: Any) -> list[Any]:
         """The graph's products whose weights a training has changed. A checkpoint of 4 bits has none in between any more, and rounding them
-        again would cost much of what was learned."""
-        return [product for node in match.attentions(traced) for product in thin_keys.products(node)] if self.errors is None else []
+        again would cost much of what was learned. Of latent keys the maps alone have learned."""
+        if self.errors is not None or self.form == "latent":
+            return []
+        return [product for node in match.attentions(traced) for product in thin_keys.products(node)]
 
     def in_cache(self, boundary: int) -> list[Maps]:
         """The maps as a cache with this boundary interval has them at work: its tail holds whole keys beside what is latent."""

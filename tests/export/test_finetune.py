@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_models import make
+from tiny_models import make, random_text
 
 from edgekv.bundle import open_bundle
 from edgekv.cli import main
 from edgekv.errors import UserError
+from edgekv.export.parity import bundle_logits
 from edgekv.export.thin import finetune, map_file, train, trainable
 from edgekv.export.thin.finetune import Options
 
@@ -88,27 +90,32 @@ def latent(llama, text, tmp_path_factory):
     return folder, run(llama, folder, text, form="latent", rate=0.02)
 
 
-def test_latent_keys_are_trained_too(llama, text, latent, tmp_path):
+def test_of_latent_keys_the_maps_alone_are_trained(llama, text, latent, tmp_path):
+    """What a cache keeps whole, the latest keys, stays what it was."""
     folder, figures = latent
     straight = run(llama, tmp_path / "thin", text, form="latent", rate=0.02)
-    assert straight == figures and figures["form"] == "latent"
-    before, after, again = (tensors(f) for f in (llama, folder, tmp_path / "thin"))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {f"model.layers.{i}.self_attn.{w}_proj.weight" for i in range(2) for w in "qk"}
-    assert all(torch.equal(tensor, again[name]) for name, tensor in after.items())
-    for layer in map_file.load(folder):
+    assert straight == figures and figures["form"] == "latent" and figures["trained_weights"] == 0
+    before, after = tensors(llama), tensors(folder)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    for layer, again in zip(map_file.load(folder), map_file.load(tmp_path / "thin"), strict=True):
         assert layer.form == "latent" and layer.rank == 16 and torch.linalg.matrix_rank(layer.encoder @ layer.decoder) <= 16
+        assert all(map(torch.equal, layer.parts(), again.parts()))
     trained = run(llama, tmp_path / "longer", text, form="latent", steps=30, loss="text", rate=0.02)
     assert trained["perplexity_thin_after"] < trained["perplexity_thin_before"]
 
 
-def test_latent_keys_that_were_trained_are_exported(latent, tmp_path):
+def test_latent_keys_that_were_trained_are_exported(llama, latent, tmp_path):
     """The parity gate among it: logits equal those of the model with these maps behind the first boundary too."""
     options = ["--context", "128", "--weights", "fp32", "--kv-type", "fp32"]
     result = CliRunner().invoke(main, ["export", str(latent[0]), "-o", str(tmp_path / "bundle"), *options])
     assert result.exit_code == 0, result.output
     made = open_bundle(tmp_path / "bundle")
     assert made.latent and made.manifest["keys"]["form"] == "latent" and made.manifest["keys"]["ranks"] == latent[1]["ranks"] == [16, 16]
+    whole = CliRunner().invoke(main, ["export", str(llama), "-o", str(tmp_path / "whole"), *options])
+    ids = random_text(100)
+    difference = np.abs(bundle_logits(made, ids) - bundle_logits(open_bundle(tmp_path / "whole"), ids)).max(-1)
+    boundary = made.layers[0]["params"]["tail_slots"]
+    assert whole.exit_code == 0 and difference[:boundary].max() < 1e-4 < difference[boundary:].max()
     refused = CliRunner().invoke(main, ["export", str(latent[0]), "-o", str(tmp_path / "other"), "--key-form", "projected", *options])
     assert refused.exit_code == 2 and "trained as latent ones" in refused.output and not (tmp_path / "other").exists()
 
