@@ -23,7 +23,7 @@ def save(folder: Path, maps: Sequence[Maps]) -> None:
     tensors = {}
     for index, layer in enumerate(maps):
         kept = (*layer.parts(), layer.mean) if isinstance(layer, LatentMaps) else layer.parts()
-        tensors.update({f"{name}.{index}": x.contiguous() for name, x in zip(_NAMES[layer.form], kept, strict=True)})
+        tensors.update({f"{name}.{index}": x.clone().contiguous() for name, x in zip(_NAMES[layer.form], kept, strict=True)})
     save_file(tensors, folder / FILE, {"format": "pt"})
 
 

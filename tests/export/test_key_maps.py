@@ -42,6 +42,13 @@ def test_what_was_saved_comes_back(file, form, tmp_path):
             assert all(map(torch.equal, wanted.at(start).apply(q, k), layer.at(start).apply(q, k)))
 
 
+def test_maps_of_full_rank_are_saved(tmp_path):
+    """Encoder and decoder are one tensor then."""
+    unit = torch.eye(32)
+    map_file.save(tmp_path, [latent_maps.LatentMaps(unit, unit, torch.zeros(32), GEOMETRY)])
+    assert map_file.load(tmp_path)[0].whole
+
+
 def test_a_model_without_the_file_has_none(tmp_path):
     assert map_file.load(tmp_path) is None and not map_file.there(tmp_path)
 
