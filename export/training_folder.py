@@ -42,6 +42,17 @@ def claim(work: Path, command: str, source: Source, options: Mapping[str, Any], 
         raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
 
 
+@contextmanager
+def beginning(work: Path) -> Iterator[None]:
+    """Around the first part of a run: what is refused there, before anything was kept, leaves no folder, so that other options may follow."""
+    try:
+        yield
+    except UserError:
+        if all(path.name == RECORD for path in work.glob("*")):
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
 def _read(record: Path) -> Any:
     """None for what is no JSON, as after a crash: nothing equals it."""
     try:

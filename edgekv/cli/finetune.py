@@ -63,4 +63,6 @@ def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...
     console.print(f"{target}: perplexity on {figures['validation_tokens']} held-out tokens: full keys {full:.2f}, thin " + ", ".join(shown), markup=False)
     if figures["loss"] == "distill":
         console.print("The control of a distillation is the full model itself: it has nothing to learn from its own predictions.", markup=False)
+    elif options["control"] and figures["perplexity_control"] is None:
+        console.print("There is no control: only the maps learn, so whole keys have nothing to learn from the text.")
     console.print(f"Use it with: edgekv export {target} -o BUNDLE", markup=False)

@@ -27,6 +27,7 @@ from edgekv.export.thin import make, map_file, ranks, train, trainable, transfer
 from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
 
+AGAIN = "start over with --fresh"
 TRANSFER = "transfer.pt"  # layers whose attention transfer is done
 RECORD = "edgekv_finetune.json"  # figures of the run, beside the result's weights
 CARRIED = ("tokenizer*", "chat_template*", "generation_config.json", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
@@ -94,7 +95,8 @@ def make_model(
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
     geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form))  # only what is still to be done needs it
-    start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
+    with training_folder.beginning(work):
+        start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
     # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
     names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []
@@ -161,13 +163,17 @@ def _start(
     if accelerator.is_main_process and not map_file.there(folder):
         count = max(make.LEAST_CHUNKS, min(len(corpus.training), options.calibrate_tokens // corpus.training.shape[1]))
         found = make.from_chunks(plain, corpus.training[:count], geometry(), wanted, options.form, options.calibrate_steps, context, say)
+        if all(layer.whole for layer in found.maps):
+            raise UserError(f"With --key-rank {options.rank} every key keeps all of its numbers, so there is nothing to learn; give less.")
         fresh = work / "start.new"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         map_file.save(fresh, found.maps)
         fresh.rename(folder)
     accelerator.wait_for_everyone()
-    found = map_file.load(folder)
+    found = map_file.load(folder, AGAIN)
+    if found is None or found[0].form != options.form:
+        raise UserError(f"{folder} is damaged (it holds no {options.form} maps); {AGAIN}.")
     return map_file.fitted(found, geometry(), str(folder)) if options.form == "latent" else found
 
 
@@ -214,7 +220,7 @@ def _finish(
                 p.copy_(p.to(stored).float())
     figures = {
         "model": source.name, "form": options.form, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "processes": accelerator.num_processes, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,

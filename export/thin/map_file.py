@@ -31,20 +31,20 @@ def there(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def load(folder: Path) -> list[Maps] | None:
-    """The maps saved in `folder`, None when there is no such file; UserError when it is damaged. See fitted."""
+def load(folder: Path, remedy: str = "make it again with `edgekv finetune`") -> list[Maps] | None:
+    """The maps saved in `folder`, None when there is no such file; UserError, with what helps, when it is damaged. See fitted."""
     if not there(folder):
         return None
     path = folder / FILE
     try:
         form, layers = _read(path)
     except Exception as error:
-        raise UserError(f"{path} is damaged ({error}); make it again with `edgekv finetune`.") from None
+        raise UserError(f"{path} is damaged ({error}); {remedy}.") from None
     for index, layer in enumerate(layers):
         if not _belong(form, layer):
-            raise UserError(f"{path} is damaged (the maps of layer {index} do not fit each other); make it again with `edgekv finetune`.")
+            raise UserError(f"{path} is damaged (the maps of layer {index} do not fit each other); {remedy}.")
         if not all(torch.isfinite(x).all() for x in layer):
-            raise UserError(f"{path} is damaged (the maps of layer {index} are not all numbers); make it again with `edgekv finetune`.")
+            raise UserError(f"{path} is damaged (the maps of layer {index} are not all numbers); {remedy}.")
     return [LatentMaps(*layer, None) if form == "latent" else KeyMaps(*layer) for layer in layers]
 
 
@@ -55,8 +55,14 @@ def _read(path: Path) -> tuple[str, list[list[torch.Tensor]]]:
         for form, names in _NAMES.items():
             count = len(found) // len(names)
             if found and found == {f"{name}.{i}" for name in names for i in range(count)}:
-                return form, [[file.get_tensor(f"{name}.{i}").float() for name in names] for i in range(count)]
+                return form, [[_numbers(file.get_tensor(f"{name}.{i}")) for name in names] for i in range(count)]
     raise ValueError("its tensors have other names")
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_floating_point():
+        raise ValueError(f"its numbers are {str(x.dtype)[6:]}")
+    return x.float()
 
 
 def _belong(form: str, layer: Sequence[torch.Tensor]) -> bool:

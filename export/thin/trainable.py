@@ -13,7 +13,8 @@ from edgekv.export.thin.maps import Maps
 
 
 class ThinModel(torch.nn.Module):
-    """model(ids) through maps that are parameters themselves: whatever they learn, scores of a layer have rank `rank`.
+    """model(ids) through maps that are parameters themselves: whatever they learn, scores of a layer have rank `rank`. Maps that leave
+    nothing out stay as they are.
 
     maps None: the model with whole keys (teacher, control).
     """
@@ -22,7 +23,9 @@ class ThinModel(torch.nn.Module):
         super().__init__()
         self.model = model
         self._maps = list(maps or ())
-        self.parts = torch.nn.ModuleList([torch.nn.ParameterList([torch.nn.Parameter(x.clone()) for x in m.parts()]) for m in self._maps])
+        self.parts = torch.nn.ModuleList([
+            torch.nn.ParameterList([torch.nn.Parameter(x.clone(), requires_grad=not m.whole) for x in m.parts()]) for m in self._maps
+        ])  # fmt: skip
 
     def forward(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
         """ids int64 [B, T], read from position `start` on: logits float32 [B, T, vocab]."""

@@ -72,6 +72,9 @@ def load(path: Path, student: Any, start: Sequence[Maps]) -> list[Maps] | None:
     with training_folder.restoring(path), torch.no_grad():
         for name, numbers in done["parameters"].items():
             own[name].copy_(numbers)
+        for layer, parts in zip(start, done["maps"], strict=True):
+            if [x.shape for x in parts] != [x.shape for x in layer.parts()] or not all(torch.isfinite(x).all() for x in parts):
+                raise ValueError("its maps are not those of this run")
         return [layer.with_parts(parts) for layer, parts in zip(start, done["maps"], strict=True)]
 
 
@@ -96,7 +99,9 @@ class Layer:
     def learn(self, maps: Maps, steps: int, seed: int, stop: Callable[[int], bool]) -> tuple[Maps, float] | None:
         """Adam on the KL of the attention, each step on ROWS queries of one chunk. What is better on the held-out chunks, before or
         after, stays, and its KL is returned; when the end is no better, shorter steps are tried. None, and nothing changed, when `stop`
-        ended it early."""
+        ended it early. Maps that leave nothing out have nothing to learn."""
+        if maps.whole:
+            return maps, 0.0
         parts = [x.to(self._reading.hidden[0].device).clone().requires_grad_() for x in maps.parts()]
         trained = [*self._parameters, *parts]
         before, start = [x.detach().clone() for x in trained], self.measure(maps.with_parts(parts))

@@ -79,6 +79,8 @@ def first(change):
         (first(lambda t: t.new_zeros(2, 1000, 1000)), "do not fit each other"),
         (first(lambda t: t.new_full(t.shape, float("nan"))), "not all numbers"),
         (first(lambda t: t / 0), "not all numbers"),
+        (first(lambda t: t.int()), "numbers are int32"),
+        (first(lambda t: t.to(torch.complex64)), "numbers are complex64"),
     ],
 )
 def test_other_contents_are_refused(file, tmp_path, change, words):

@@ -85,3 +85,15 @@ def test_a_damaged_file_is_said_in_a_sentence(tmp_path, damage):
         saved = training_folder.read(path)
         with training_folder.restoring(path):
             saved["optimizer"]
+
+
+def test_what_is_refused_at_once_leaves_no_folder(tmp_path):
+    claim(tmp_path / "work")
+    with pytest.raises(UserError, match="no"), training_folder.beginning(tmp_path / "work"):
+        raise UserError("no")
+    assert not (tmp_path / "work").exists()
+    claim(tmp_path / "work", {"tokens": 6})
+    (tmp_path / "work" / "done").write_text("x")
+    with pytest.raises(UserError, match="no"), training_folder.beginning(tmp_path / "work"):
+        raise UserError("no")
+    assert (tmp_path / "work" / "done").is_file()
