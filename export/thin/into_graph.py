@@ -75,27 +75,24 @@ def _nodes(traced: Any) -> list[Any]:
     return sorted(match.attentions(traced), key=lambda node: node.attributes["layer"].value)
 
 
-def _bent(nodes: Sequence[Any]) -> list[int]:
+def _bent(traced: Any) -> list[int]:
     """Layers that do something between their linear layer and their scores."""
-    return [layer for layer, node in enumerate(nodes) if thin_keys.straight(node) is None]
+    return [layer for layer, node in enumerate(_nodes(traced)) if thin_keys.straight(node) is None]
 
 
 def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced: Any, name: str) -> str:
     """What keys get thinner by; UserError when the model was trained for something else."""
-    wanted = options.form if options else None
-    if saved is None or saved[0].form != "latent":
-        if saved is not None and wanted == "latent":
-            raise UserError(f"The thin keys that {name} brings were trained as projected ones; leave out --key-form latent.")
-        return wanted or ("projected" if _bent(_nodes(traced)) else "absorbed")
-    if wanted not in (None, "latent"):
-        raise UserError(f"The thin keys that {name} brings were trained as latent ones; leave out --key-form {wanted}.")
-    return "latent"
+    wanted, trained = options.form if options else None, saved[0].form if saved else None
+    if trained and wanted and (trained == "latent") != (wanted == "latent"):
+        raise UserError(f"The thin keys that {name} brings were trained as {trained} ones; leave out --key-form {wanted}.")
+    if "latent" in (trained, wanted):
+        return "latent"
+    return wanted or ("projected" if _bent(traced) else "absorbed")
 
 
 def check(traced: Any, form: str, geometry: Sequence[LayerGeometry]) -> None:
     """UserError when keys of this graph cannot be had in the form."""
-    nodes = _nodes(traced)
-    bent = _bent(nodes)
+    nodes, bent = _nodes(traced), _bent(traced)
     if form == "absorbed" and bent:
         raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
     if form != "latent":

@@ -23,6 +23,7 @@ def save(folder: Path, maps: Sequence[Maps]) -> None:
     tensors = {}
     for index, layer in enumerate(maps):
         kept = (*layer.parts(), layer.mean) if isinstance(layer, LatentMaps) else layer.parts()
+        # copies, because encoder and decoder of full rank are one tensor, which the format does not take
         tensors.update({f"{name}.{index}": x.clone().contiguous() for name, x in zip(_NAMES[layer.form], kept, strict=True)})
     save_file(tensors, folder / FILE, {"format": "pt"})
 
