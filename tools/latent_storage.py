@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model, geometry, _, text, pieces = read(given)
+    model, geometry, context, text, pieces = read(given)
     full = losses(model, pieces, {}, 0)
     print(f"full keys: perplexity {full[0].mean().exp():.2f}", flush=True)
 
@@ -98,7 +98,7 @@ def main() -> None:
     for bits in given.magnitudes:
         tell(f"whole keys, sign + {bits} bits, {dim / 8 + key_bytes(dim, bits):g} bytes", [StoredKeys(bits)] * len(geometry))
     for share in given.shares:
-        fitted = make.latent_from_chunks(model, text, geometry, ranks.KeyRank(share=share / 100), given.steps, lambda *_: None)
+        fitted = make.from_chunks(model, text, geometry, ranks.KeyRank(share=share / 100), "latent", given.steps, context, lambda *_: None)
         for bits in given.bits:
             size = f"{key_bytes(fitted.maps[0].rank, bits) / heads:.1f} bytes" if bits else "exact"
             tell(f"latents of {share:g} %, {bits} bits, {size}", [StoredLatents(m.encoder, m.decoder, m.mean, m.geometry, 0, INTERVAL, bits) for m in fitted.maps])

@@ -18,7 +18,6 @@ likeliest token is the same. --far N adds the same for texts that begin at posit
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import time
 from pathlib import Path
@@ -131,9 +130,9 @@ def made(model, text, geometry, method, share, context, steps, prepared):
     heads = [(g.kv_heads, g.key_dim) for g in geometry]
     if method.startswith("latent"):
         wanted = ranks.KeyRank(share=share, spread=method == "latent-auto")
-        fitted = make.latent_from_chunks(model, text, geometry, wanted, 0 if method == "latent" else steps, lambda *_: None)
+        fitted = make.from_chunks(model, text, geometry, wanted, "latent", 0 if method == "latent" else steps, context, lambda *_: None)
         tell([layer.rank for layer in fitted.maps], fitted)
-        return lambda start: {i: dataclasses.replace(layer, start=start) for i, layer in enumerate(fitted.maps)}
+        return lambda start: {i: layer.at(start) for i, layer in enumerate(fitted.maps)}
     wanted = ranks.KeyRank(share=share, spread=method == "refined-auto")
     chosen = ranks.choose(wanted, heads, [] if method == "kq-svd" else prepared[0])
     full = prepared if method == "kq-svd" else prepared[1]

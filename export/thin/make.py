@@ -70,7 +70,7 @@ def starts_of(chunks: torch.Tensor, context: int) -> list[int]:
     return [int(place) for place in places[np.random.default_rng(0).permutation(count)]]
 
 
-def calibrated(
+def _projected(
     model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, steps: int, context: int, report: Report
 ) -> calibrate.Calibrated:
     """Maps of every layer. One pass over the layers, and one more before it when their spectra decide the ranks."""
@@ -91,7 +91,7 @@ def calibrated(
     return calibrate.fit(texts(), lambda text: calibrate.cut(calibrate.closed_form_of(text)[1], chosen[text.layer]), steps, note("fitting thin keys"))
 
 
-def latent_from_chunks(
+def _latent(
     model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, steps: int, report: Report
 ) -> calibrate.Calibrated:
     """Latent maps of every layer. Where the text lies in the context does not matter to them: they are made before the rotation."""
@@ -116,8 +116,8 @@ def from_chunks(
 ) -> calibrate.Calibrated:
     """Maps of every layer of the form that was asked for. chunks int64 [N, T]."""
     if form == "latent":
-        return latent_from_chunks(model, chunks, geometry, wanted, steps, report)
-    return calibrated(model, chunks, geometry, wanted, steps, context, report)
+        return _latent(model, chunks, geometry, wanted, steps, report)
+    return _projected(model, chunks, geometry, wanted, steps, context, report)
 
 
 def from_text(
