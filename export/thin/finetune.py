@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from edgekv.errors import UserError
 from edgekv.export import exporter, load, parity, rope, training_folder
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import make, map_file, ranks, train, trainable, transfer
+from edgekv.export.thin import make, map_file, ranks, rounding, train, trainable, transfer
 from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
 
@@ -39,7 +39,8 @@ Report = Callable[[str, int | None, int | None], None]
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation) or
     latent. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
-    products in both trainings; maps are calibrated and perplexities measured in float32. control: train whole keys on the same data too."""
+    products in both trainings; maps are calibrated and perplexities measured in float32. weights: what those that learn are read as
+    meanwhile, see rounding.py. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
@@ -54,6 +55,7 @@ class Options:
     transfer_steps: int = transfer.STEPS
     transfer_length: int = transfer.LENGTH
     precision: str = "fp32"
+    weights: str = "fp32"
     control: bool = True
     seed: int = 0
     save_every: int | None = None
@@ -96,17 +98,18 @@ def make_model(
     accelerator.wait_for_everyone()
     geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form))  # only what is still to be done needs it
     with training_folder.beginning(work):
+        # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
+        names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []
+        rounded = _rounded(plain, names, options)
         start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
-    # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
-    names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []
     schedule = train.Schedule(options.steps, options.batch, options.rate, options.loss, context, options.seed, options.save_every)
     teacher = trainable.ThinModel(trainable.twin(plain, names), None)
     teacher.requires_grad_(False)
-    transferred = _transferred(plain, teacher, names, start, corpus, options, context, work, accelerator, geometry, say, stop)
+    transferred = _transferred(plain, teacher, names, rounded, start, corpus, options, context, work, accelerator, geometry, say, stop)
     if transferred is None:
         return None
-    student = _student(plain, names, transferred)
+    student = _student(plain, names, transferred, rounded)
 
     def learn(what: str, thin: trainable.ThinModel, file: str) -> bool:
         with train.products(options.precision):
@@ -119,7 +122,7 @@ def make_model(
         return None
     control = None
     if options.control and options.loss != "distill" and names:  # a whole model has nothing to learn from itself
-        whole = _student(trainable.twin(plain, names), names, None)
+        whole = _student(trainable.twin(plain, names), names, None, rounded)
         with torch.no_grad():  # from where the student began
             for name, p in whole.model.named_parameters():
                 p.copy_(dict(teacher.model.named_parameters())[name])
@@ -132,15 +135,24 @@ def make_model(
         device, untrained = accelerator.device, trainable.ThinModel(teacher.model, start)  # once, however often the run was stopped
         before = {name: train.perplexity(thin.to(device), corpus.validation, device) for name, thin in (("full", teacher), ("before", untrained))}
         if options.transfer_steps:
-            before["transferred"] = _of_transfer(teacher, transferred, names, corpus, work, device)
+            before["transferred"] = _of_transfer(teacher, transferred, names, rounded, corpus, work, device)
         figures = _finish(source, student, names, corpus, accelerator, target, work, options, context, before, control)
     accelerator.wait_for_everyone()
     return figures if main else {}
 
 
-def _student(model: Any, names: list[str], start: list[Maps] | None) -> trainable.ThinModel:
+def _rounded(plain: Any, names: list[str], options: Options) -> list[str]:
+    """The weights that are read on the 4-bit grid; UserError when that is wanted and none learn."""
+    if options.weights == "fp32":
+        return []
+    if not (found := rounding.matrices(plain, names)):
+        raise UserError("Of this model and form the maps alone learn, which --weights int4 does not touch; leave it out.")
+    return found
+
+
+def _student(model: Any, names: list[str], start: list[Maps] | None, rounded: list[str]) -> trainable.ThinModel:
     trainable.only_these(model, names)
-    return trainable.ThinModel(model, start)
+    return trainable.ThinModel(model, start, rounded)
 
 
 def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> train.Corpus:
@@ -178,8 +190,8 @@ def _start(
 
 
 def _transferred(
-    plain: Any, teacher: trainable.ThinModel, names: list[str], start: list[Maps], corpus: train.Corpus, options: Options, context: int,
-    work: Path, accelerator: Any, geometry: Callable[[], list[LayerGeometry]], say: Report, stop: Callable[[int], bool],
+    plain: Any, teacher: trainable.ThinModel, names: list[str], rounded: list[str], start: list[Maps], corpus: train.Corpus, options: Options,
+    context: int, work: Path, accelerator: Any, geometry: Callable[[], list[LayerGeometry]], say: Report, stop: Callable[[int], bool],
 ) -> list[Maps] | None:  # fmt: skip
     """The maps after attention transfer, and `plain` with the weights that belong to them; None when it was stopped. The first process
     does it, once."""
@@ -196,16 +208,19 @@ def _transferred(
             transfer.transfer(
                 plain, teacher.model, names, start, chunks.to(accelerator.device), make.starts_of(chunks, context), geometry, options.transfer_steps,
                 options.seed, path, lambda layer, layers, kl: say(f"attention transfer, KL {kl:.3f} nats", layer, layers), stop,
+                rounded,
             )  # fmt: skip
     accelerator.wait_for_everyone()
     return transfer.load(path, plain, start)
 
 
-def _of_transfer(teacher: trainable.ThinModel, found: list[Maps], names: list[str], corpus: train.Corpus, work: Path, device: Any) -> float:
+def _of_transfer(
+    teacher: trainable.ThinModel, found: list[Maps], names: list[str], rounded: list[str], corpus: train.Corpus, work: Path, device: Any
+) -> float:
     """Perplexity after attention transfer alone."""
     model = trainable.twin(teacher.model, names)
     transfer.load(work / TRANSFER, model, found)
-    return train.perplexity(trainable.ThinModel(model, found).to(device), corpus.validation, device)
+    return train.perplexity(trainable.ThinModel(model, found, rounded).to(device), corpus.validation, device)
 
 
 def _finish(
@@ -214,13 +229,10 @@ def _finish(
 ) -> dict[str, Any]:  # fmt: skip
     """Saves the model as it was stored before, in its own number format, and measures it as saved."""
     stored = getattr(source.config, "dtype", None) or torch.float32
-    with torch.no_grad():  # what is measured is what is saved
-        for name, p in student.model.named_parameters():
-            if name in names:
-                p.copy_(p.to(stored).float())
+    student.settle(stored)  # what is measured is what is saved
     figures = {
         "model": source.name, "form": options.form, "ranks": [m.rank for m in student.maps()], "steps": options.steps, "batch": options.batch, "length": corpus.training.shape[1],
-        "loss": options.loss, "processes": accelerator.num_processes, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
+        "loss": options.loss, "processes": accelerator.num_processes, "transfer_steps": options.transfer_steps, "transfer_length": min(options.transfer_length, context), "precision": options.precision, "weights": options.weights, "trained_weights": len(names), "validation_tokens": corpus.validation.numel(),
         "perplexity_full": before["full"], "perplexity_thin_before": before["before"],
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,

@@ -6,14 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from edgekv import layout
 from edgekv.errors import UserError
 from edgekv.export.load import Source
 from edgekv.export.passes import match, thin_keys
-from edgekv.export.thin import make, map_file
+from edgekv.export.thin import make, map_file, rounding
 from edgekv.export.thin.calibrate import Calibrated
 from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
+
+NEAR = 0.02  # root mean square, relative; rounding to 4 bits moves what was on no grid by about 0.08
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +32,16 @@ class Thin:
     errors: Calibrated | None  # None: the model was trained for its maps and brought them
 
     def trained(self, traced: Any) -> list[Any]:
-        """The graph's products whose weights a training has changed. A checkpoint of 4 bits has none in between any more, and rounding them
-        again would cost much of what was learned. Of latent keys the maps alone have learned."""
+        """The graph's products whose weights a training has moved off any 4-bit grid: rounding those would cost much of what was learned.
+        Of latent keys the maps alone have learned; `edgekv finetune --weights int4` leaves weights on a grid."""
         if self.errors is not None or self.form == "latent":
             return []
-        return [product for node in match.attentions(traced) for product in thin_keys.products(node)]
+        found = []
+        for node, g in zip(_nodes(traced), self.geometry, strict=True):
+            rows = (g.q_heads + g.kv_heads) * g.given_dim
+            packed = rows + g.kv_heads * g.value_dim
+            found += [product for product in thin_keys.products(node) if not _on_grid(product, rows, packed)]
+        return found
 
     def in_cache(self, boundary: int) -> list[Maps]:
         """The maps as a cache with this boundary interval has them at work: its tail holds whole keys beside what is latent."""
@@ -69,6 +79,18 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
             thin_keys.project(traced, node, query, key)
             thinner.append(dataclasses.replace(g, key_dim=layer.rank, head_dim=g.key_dim))
     return Thin(thinner, list(made), form, origin, errors)
+
+
+def _on_grid(product: Any, rows: int, packed: int) -> bool:
+    """Whether 4 bits hold the weights of a MatMul as they are, but for what their number format changes. Of one with `packed` outputs the
+    first `rows` are queries and keys, and values, which no training has changed, do not count."""
+    data = match.tensor(product.inputs[1])
+    if data is None:
+        return False
+    weight = torch.from_numpy(np.ascontiguousarray(data.numpy().T))
+    if len(weight) == packed:
+        weight = weight[:rows]
+    return float((rounding.rounded(weight) - weight).square().mean()) < NEAR**2 * float(weight.square().mean())
 
 
 def _nodes(traced: Any) -> list[Any]:

@@ -4,7 +4,7 @@ states of the text and one layer's numbers, however many layers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +147,12 @@ def blocks(model: Any, chunk: torch.Tensor) -> list[Any]:
     return _inputs(model, chunk)[0]
 
 
-def queries_and_keys(block: Any, hidden: torch.Tensor, call: tuple[tuple, dict]) -> tuple[torch.Tensor, torch.Tensor]:
+def queries_and_keys(
+    block: Any, hidden: torch.Tensor, call: tuple[tuple, dict], read: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a block's attention would see of hidden [1, T, hidden] (a Reading's, with its call), with gradients: q [q_heads, T, head_dim]
-    and k [kv_heads, T, head_dim], rotated. What comes behind in the block is not computed."""
+    and k [kv_heads, T, head_dim], rotated. What comes behind in the block is not computed. read: parameters of the block that others
+    stand in for."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tap(layer, module, q, k, v, scores):
@@ -158,7 +161,7 @@ def queries_and_keys(block: Any, hidden: torch.Tensor, call: tuple[tuple, dict])
 
     with using(Session(tap=tap)):
         try:
-            block(hidden, *call[0], **call[1])
+            torch.func.functional_call(block, dict(read or {}), (hidden, *call[0]), call[1])
         except _Stop:
             pass
     return seen[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from edgekv.export.thin import rounding
 from edgekv.export.thin.attention import Session, using
 from edgekv.export.thin.maps import Maps
 
@@ -16,12 +17,13 @@ class ThinModel(torch.nn.Module):
     """model(ids) through maps that are parameters themselves: whatever they learn, scores of a layer have rank `rank`. Maps that leave
     nothing out stay as they are.
 
-    maps None: the model with whole keys (teacher, control).
+    maps None: the model with whole keys (teacher, control). rounded: names of the model's parameters that are read on the 4-bit grid
+    (rounding.py).
     """
 
-    def __init__(self, model: Any, maps: Sequence[Maps] | None):
+    def __init__(self, model: Any, maps: Sequence[Maps] | None, rounded: Sequence[str] = ()):
         super().__init__()
-        self.model = model
+        self.model, self._rounded = model, list(rounded)
         self._maps = list(maps or ())
         self.parts = torch.nn.ModuleList([
             torch.nn.ParameterList([torch.nn.Parameter(x.clone(), requires_grad=not m.whole) for x in m.parts()]) for m in self._maps
@@ -31,8 +33,20 @@ class ThinModel(torch.nn.Module):
         """ids int64 [B, T], read from position `start` on: logits float32 [B, T, vocab]."""
         places = (start + torch.arange(ids.shape[1], device=ids.device))[None].expand(ids.shape[0], -1)
         maps = {i: m.with_parts(list(parts)).at(start) for i, (m, parts) in enumerate(zip(self._maps, self.parts, strict=True))}
+        read = rounding.read(dict(self.model.named_parameters()), self._rounded) if self._rounded else {}
         with using(Session(maps)):
-            return self.model(input_ids=ids, position_ids=places, use_cache=False).logits
+            return torch.func.functional_call(self.model, read, (), {"input_ids": ids, "position_ids": places, "use_cache": False}).logits
+
+    @torch.no_grad()
+    def settle(self, stored: torch.dtype) -> None:
+        """Gives the parameters that learn in the model the numbers that they are read with, in a type in which they can be saved."""
+        own = dict(self.model.named_parameters())
+        for name, numbers in rounding.read(own, self._rounded).items():
+            own[name].copy_(numbers)
+        self._rounded = []
+        for p in own.values():
+            if p.requires_grad:
+                p.copy_(p.to(stored).float())
 
     def maps(self) -> list[Maps]:
         return [m.with_parts([x.detach().cpu().clone() for x in parts]) for m, parts in zip(self._maps, self.parts, strict=True)]

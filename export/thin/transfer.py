@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from edgekv.export import training_folder
-from edgekv.export.thin import stream
+from edgekv.export.thin import rounding, stream
 from edgekv.export.thin.calibrate import RATE, ROWS, descend, divergence, held_out
 from edgekv.export.thin.maps import Maps
 from edgekv.export.thin.train import rate_of
@@ -37,12 +37,12 @@ def chunks_for(training: torch.Tensor, steps: int) -> torch.Tensor:
 def transfer(
     student: Any, teacher: Any, names: Sequence[str], maps: Sequence[Maps], chunks: torch.Tensor, starts: Sequence[int],
     geometry: Callable[[], Sequence[LayerGeometry]], steps: int, seed: int, path: Path, report: Callable[[int, int, float], None],
-    stop: Callable[[int], bool],
+    stop: Callable[[int], bool], rounded: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Trains the named parameters of the student, a twin of the teacher, and maps, layer by layer. Layers that are done are kept in the
     file at `path`, and another call goes on behind them; `stop` ends it early.
 
-    starts: position that each of the chunks int64 [N, T] is taken to begin at. report: layers done, layers, KL of the last one, nats.
+    rounded: those that are read on the 4-bit grid meanwhile (rounding.py). starts: position that each of the chunks int64 [N, T] is taken to begin at. report: layers done, layers, KL of the last one, nats.
     """
     done, own = _read(path), dict(student.named_parameters())
     parameters, made = done["parameters"], done["maps"]
@@ -52,9 +52,10 @@ def transfer(
     for index, reading in enumerate(stream.readings(teacher, chunks)):
         if index < len(made):
             continue
-        inside = {id(p) for p in blocks[index].parameters()}
+        inside = {id(p): name for name, p in blocks[index].named_parameters()}
         mine = {name: own[name] for name in names if id(own[name]) in inside}
-        found = Layer(blocks[index], list(mine.values()), reading, starts, shapes[index]).learn(maps[index], steps, seed + index, stop)
+        coarse = [inside[id(own[name])] for name in mine if name in rounded]
+        found = Layer(blocks[index], list(mine.values()), coarse, reading, starts, shapes[index]).learn(maps[index], steps, seed + index, stop)
         if found is None:
             return
         made.append(found[0].parts())
@@ -88,10 +89,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Layer:
-    """One layer of the student beside what the teacher's reads and sees. parameters: those of its block that learn."""
+    """One layer of the student beside what the teacher's reads and sees. parameters: those of its block that learn; rounded: names in the
+    block of those among them that are read on the 4-bit grid."""
 
-    def __init__(self, block: Any, parameters: list[torch.Tensor], reading: stream.Reading, starts: Sequence[int], geometry: LayerGeometry):
-        self._block, self._parameters, self._reading, self._starts, self._geometry = block, parameters, reading, starts, geometry
+    def __init__(
+        self, block: Any, parameters: list[torch.Tensor], rounded: Sequence[str], reading: stream.Reading, starts: Sequence[int],
+        geometry: LayerGeometry,
+    ):  # fmt: skip
+        self._block, self._parameters, self._rounded, self._geometry = block, parameters, list(rounded), geometry
+        self._reading, self._starts = reading, starts
         count = len(reading.hidden)
         self._measured = [i for i in range(count) if held_out(i, count)] or [0]
         self._training = [i for i in range(count) if not held_out(i, count)]
@@ -138,6 +144,7 @@ class Layer:
         text, rows = self._reading.text, rows.to(self._reading.hidden[chunk].device)
         with torch.no_grad():
             full = text.scores.logits(text.q[chunk][:, rows], text.k[chunk], rows)
-        q, k = stream.queries_and_keys(self._block, self._reading.hidden[chunk], self._reading.call)
+        read = rounding.read(dict(self._block.named_parameters()), self._rounded)
+        q, k = stream.queries_and_keys(self._block, self._reading.hidden[chunk], self._reading.call, read)
         q, k = (stream.further(x, self._geometry, self._starts[chunk]) for x in (q[:, rows], k))
         return divergence(full, text.scores.logits(*maps.at(self._starts[chunk]).apply(q, k), rows))

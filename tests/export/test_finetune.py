@@ -20,7 +20,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import main
 from edgekv.errors import UserError
 from edgekv.export.parity import bundle_logits
-from edgekv.export.thin import finetune, map_file, train, trainable
+from edgekv.export.thin import finetune, map_file, rounding, train, trainable
 from edgekv.export.thin.finetune import Options
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -166,10 +166,42 @@ def test_the_result_is_exported_like_any_model(tuned, tmp_path):
     assert refused.exit_code == 2 and "has thin keys" in refused.output
 
 
-def test_what_was_trained_keeps_eight_bits(llama, tuned, tmp_path):
-    """The other matrices of a checkpoint may lie on a grid of 4 bits; what was trained does not."""
-    for model, exact in ((tuned[0], 2), (llama, 0)):
-        target = tmp_path / f"bundle{exact}"
+@pytest.fixture(scope="module")
+def coarse(llama, text, tmp_path_factory):
+    """A model that learned through the rounding to 4 bits."""
+    folder = tmp_path_factory.mktemp("coarse") / "thin"
+    return folder, run(llama, folder, text, weights="int4", loss="both", rate=0.02)
+
+
+def test_what_learns_through_the_rounding_ends_on_its_grid(llama, text, tuned, coarse, tmp_path):
+    target, work = tmp_path / "thin", tmp_path / "thin.training"
+    before, after = tensors(llama), tensors(coarse[0])
+    for name, tensor in before.items():
+        learned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        assert torch.equal(tensor, after[name]) != learned
+        if learned:
+            torch.testing.assert_close(rounding.rounded(after[name]), after[name], rtol=0, atol=1e-6)
+    assert coarse[1]["weights"] == "int4" and coarse[1]["perplexity_control"] != tuned[1]["perplexity_control"]
+
+    def layers():
+        return len(torch.load(work / "transfer.pt")["maps"]) if (work / "transfer.pt").exists() else 0
+
+    for stop in (lambda step: layers() == 1 and step == 2, lambda step: layers() == 2 and step == 2):
+        assert run(llama, target, text, weights="int4", loss="both", rate=0.02, stop=stop) is None
+    assert run(llama, target, text, weights="int4", loss="both", rate=0.02) == coarse[1]
+    assert all(torch.equal(tensor, tensors(target)[name]) for name, tensor in after.items())
+
+
+def test_training_through_the_rounding_helps(llama, text, tmp_path):
+    """What is measured is rounded, so it has learned in spite of the rounding."""
+    figures = run(llama, tmp_path / "thin", text, steps=60, loss="text", rate=0.02, weights="int4")
+    assert figures["perplexity_thin_after"] < figures["perplexity_thin_before"]
+
+
+def test_what_was_trained_keeps_eight_bits(llama, tuned, coarse, tmp_path):
+    """The other matrices of a checkpoint may lie on a grid of 4 bits; what was trained does so only if it learned through the rounding."""
+    for model, exact in ((tuned[0], 2), (llama, 0), (coarse[0], 0)):
+        target = tmp_path / f"bundle of {model.parent.name}"
         result = CliRunner().invoke(main, ["export", str(model), "-o", str(target), "--context", "128", "--no-parity"])
         assert result.exit_code == 0, result.output
         products = [node for node in onnx.load(open_bundle(target).graph_path, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
@@ -282,6 +314,9 @@ def test_where_one_matrix_makes_all_three_the_maps_alone_are_trained(text, tmp_p
     model = make(tmp_path / "gpt2", "gpt2")
     figures = run(model, tmp_path / "thin", text, steps=2)
     assert figures["trained_weights"] == 0 and figures["perplexity_control"] is None
+    with pytest.raises(UserError, match="maps alone learn"):
+        run(model, tmp_path / "coarse", text, weights="int4")
+    assert not (tmp_path / "coarse.training").exists()
     before, after = tensors(model), tensors(tmp_path / "thin")
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
