@@ -44,7 +44,7 @@ def step_of(fields: native.LayerParams, given: dict, depth: int, maps: dict) -> 
     out = pointer(y)
 
     def step(state: np.ndarray) -> None:
-        if native._lib.edgekv_attend(fields, *inputs, 1, depth, *tables, state.ctypes.data, state.nbytes, None, 0, out, 1):
+        if native._lib.edgekv_attend(fields, *inputs, 1, depth, *tables, state.ctypes.data, state.nbytes, None, 0, 0, out, 1):
             raise SystemExit(native._lib.edgekv_last_error().decode())
 
     return step
