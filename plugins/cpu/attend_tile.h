@@ -8,8 +8,8 @@
 
 namespace {
 
-// Memory that is needed next, brought closer while something else is computed: the values of a tile during its scores, the keys of
-// the next tile during the values. Addresses beyond the planes do no harm.
+// Memory that is needed next, brought closer while something else is computed: the next tile's keys while keys are read, its values
+// during values, so that as much is asked for as is read, whatever the dimensions. Addresses beyond the planes do no harm.
 struct Ahead {
   const char* next;
   const char* end;
@@ -188,7 +188,7 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
     const char* at = reinterpret_cast<const char*>(from);
     return Ahead{at, at + size_t(count) * sizeof(E)};
   };
-  Ahead ahead = bytes(tile.values, tile.fetched ? 0 : tile.size * tile.value_dim);
+  Ahead ahead = bytes(tile.keys + kTile * tile.key_dim, tile.fetched ? 0 : kTile * tile.key_dim);
   score_tile<E, R, vectors_for(R)>(tile.keys + int64_t(first) * tile.key_dim * kLanes, last - first, tile.key_dim, queries,
                                    scores + first * kLanes, kTile, ahead);
   for (int r = 0; r < R; ++r) {
@@ -198,7 +198,7 @@ __attribute__((noinline)) void attend_block(const Tile<E>& tile, const float* qu
       std::memset(scores + r * kTile, 0, kTile * sizeof(float));
     }
   }
-  ahead = bytes(tile.keys + kTile * tile.key_dim, tile.fetched ? 0 : kTile * tile.key_dim);
+  ahead = bytes(tile.values + kTile * tile.value_dim, tile.fetched ? 0 : kTile * tile.value_dim);
   add_value_tile<E, R, vectors_for(R)>(tile.values, tile.value_stride, tile.value_dim, begin, common, end, limit, scores, partial, stride,
                                        ahead);
 }
