@@ -90,7 +90,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
         params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
-        formats.apply(traced, options.weights, thin.trained(traced) if thin else ())
+        formats.apply(traced, options.weights, thin.off_grid(traced) if thin and options.weights == "int4" else ())
         graph.set_cache(traced, params, [g.inv_freq for g in geometry])
         graph.finish(traced)
 
@@ -118,16 +118,16 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     return bundle.open_bundle(target, verify=False)
 
 
-def whole_geometry(source: load.Source, context: int, report: Report, form: str = "projected") -> list[LayerGeometry]:
+def whole_geometry(source: load.Source, context: int, report: Report, form: str = "projected", rounded: bool = False) -> list[LayerGeometry]:
     """What every layer of a model stores, its rotation included; the graph that tells is thrown away. UserError as for an export, with
-    thin keys of this form."""
+    thin keys of this form; see into_graph.check."""
     hollow = _build(source)
     rope.freeze(hollow, context)
     with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
         geometry = trace.discover(hollow)
     traced, rotations = _trace(source, hollow, len(geometry), report)
     complete = _complete(traced, geometry, rotations)
-    into_graph.check(traced, form, complete)
+    into_graph.check(traced, form, complete, rounded)
     return complete
 
 

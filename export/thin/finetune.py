@@ -96,7 +96,8 @@ def make_model(
     if main:
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
-    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form))  # only what is still to be done needs it
+    # only what is still to be done needs it
+    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4"))
     with training_folder.beginning(work):
         # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
         names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []

@@ -31,7 +31,7 @@ class Thin:
     origin: dict[str, Any]
     errors: Calibrated | None  # None: the model was trained for its maps and brought them
 
-    def trained(self, traced: Any) -> list[Any]:
+    def off_grid(self, traced: Any) -> list[Any]:
         """The graph's products whose weights a training has moved off any 4-bit grid: rounding those would cost much of what was learned.
         Of latent keys the maps alone have learned; `edgekv finetune --weights int4` leaves weights on a grid."""
         if self.errors is not None or self.form == "latent":
@@ -90,7 +90,7 @@ def _on_grid(product: Any, rows: int, packed: int) -> bool:
     weight = torch.from_numpy(np.ascontiguousarray(data.numpy().T))
     if len(weight) == packed:
         weight = weight[:rows]
-    return float((rounding.rounded(weight) - weight).square().mean()) < NEAR**2 * float(weight.square().mean())
+    return float((rounding.rounded(weight) - weight).square().mean()) <= NEAR**2 * float(weight.square().mean())
 
 
 def _nodes(traced: Any) -> list[Any]:
@@ -112,9 +112,11 @@ def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced:
     return wanted or ("projected" if _bent(traced) else "absorbed")
 
 
-def check(traced: Any, form: str, geometry: Sequence[LayerGeometry]) -> None:
-    """UserError when keys of this graph cannot be had in the form."""
+def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], rounded: bool = False) -> None:
+    """UserError when keys of this graph cannot be had in the form, or weights not on a 4-bit grid (rounded) with it."""
     nodes, bent = _nodes(traced), _bent(traced)
+    if rounded and form == "projected" and not bent:
+        raise UserError("Maps of this model are multiplied into its weights, which takes those off any grid; leave out --weights int4.")
     if form == "absorbed" and bent:
         raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
     if form != "latent":

@@ -7,7 +7,7 @@ no rounding (the straight-through estimator, Bengio et al., arXiv 1308.3432).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from edgekv.export.quantise import BLOCK
 
 TOP = 15  # largest code of 4 bits
-FORMATS = ("fp32", "int4")  # what weights may learn through; fp32: through no rounding
 
 
 def matrices(model: torch.nn.Module, names: Collection[str]) -> list[str]:
@@ -48,6 +47,6 @@ class _Rounded(torch.autograd.Function):
         return gradient
 
 
-def read(parameters: Mapping[str, Any], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The named ones of a module's parameters as they are read, for torch.func.functional_call."""
-    return {name: rounded(parameters[name]) for name in names}
+def read(module: torch.nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The named parameters of a module as they are read, for torch.func.functional_call."""
+    return {name: rounded(module.get_parameter(name)) for name in names}

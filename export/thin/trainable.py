@@ -33,18 +33,17 @@ class ThinModel(torch.nn.Module):
         """ids int64 [B, T], read from position `start` on: logits float32 [B, T, vocab]."""
         places = (start + torch.arange(ids.shape[1], device=ids.device))[None].expand(ids.shape[0], -1)
         maps = {i: m.with_parts(list(parts)).at(start) for i, (m, parts) in enumerate(zip(self._maps, self.parts, strict=True))}
-        read = rounding.read(dict(self.model.named_parameters()), self._rounded) if self._rounded else {}
+        read = rounding.read(self.model, self._rounded)
         with using(Session(maps)):
             return torch.func.functional_call(self.model, read, (), {"input_ids": ids, "position_ids": places, "use_cache": False}).logits
 
     @torch.no_grad()
     def settle(self, stored: torch.dtype) -> None:
         """Gives the parameters that learn in the model the numbers that they are read with, in a type in which they can be saved."""
-        own = dict(self.model.named_parameters())
-        for name, numbers in rounding.read(own, self._rounded).items():
-            own[name].copy_(numbers)
+        for name, numbers in rounding.read(self.model, self._rounded).items():
+            self.model.get_parameter(name).copy_(numbers)
         self._rounded = []
-        for p in own.values():
+        for p in self.model.parameters():
             if p.requires_grad:
                 p.copy_(p.to(stored).float())
 

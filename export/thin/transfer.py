@@ -42,7 +42,8 @@ def transfer(
     """Trains the named parameters of the student, a twin of the teacher, and maps, layer by layer. Layers that are done are kept in the
     file at `path`, and another call goes on behind them; `stop` ends it early.
 
-    rounded: those that are read on the 4-bit grid meanwhile (rounding.py). starts: position that each of the chunks int64 [N, T] is taken to begin at. report: layers done, layers, KL of the last one, nats.
+    rounded: those that are read on the 4-bit grid meanwhile (rounding.py). starts: position that each of the chunks int64 [N, T] is taken
+    to begin at. report: layers done, layers, KL of the last one, nats.
     """
     done, own = _read(path), dict(student.named_parameters())
     parameters, made = done["parameters"], done["maps"]
@@ -144,7 +145,7 @@ class Layer:
         text, rows = self._reading.text, rows.to(self._reading.hidden[chunk].device)
         with torch.no_grad():
             full = text.scores.logits(text.q[chunk][:, rows], text.k[chunk], rows)
-        read = rounding.read(dict(self._block.named_parameters()), self._rounded)
+        read = rounding.read(self._block, self._rounded)
         q, k = stream.queries_and_keys(self._block, self._reading.hidden[chunk], self._reading.call, read)
         q, k = (stream.further(x, self._geometry, self._starts[chunk]) for x in (q[:, rows], k))
         return divergence(full, text.scores.logits(*maps.at(self._starts[chunk]).apply(q, k), rows))

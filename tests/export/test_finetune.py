@@ -321,6 +321,15 @@ def test_where_one_matrix_makes_all_three_the_maps_alone_are_trained(text, tmp_p
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_maps_in_the_weights_leave_no_grid_to_learn_through(text, tmp_path):
+    """An export multiplies them into what was rounded, so it is said before any training."""
+    model = make(tmp_path / "opt", "opt")
+    with pytest.raises(UserError, match="leave out --weights int4"):
+        run(model, tmp_path / "thin", text, weights="int4")
+    assert not (tmp_path / "thin.training").exists()
+    assert run(model, tmp_path / "thin", text, steps=1, transfer_steps=0)["weights"] == "fp32"
+
+
 def test_a_twin_shares_what_is_not_trained(llama):
     from edgekv.export import load
     from edgekv.export.thin.make import load_model
