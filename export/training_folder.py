@@ -81,3 +81,12 @@ def restoring(path: Path) -> Iterator[None]:
     except Exception as error:
         what = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path} is damaged ({what[0].split('. ')[0][:120]}); start over with --fresh.") from None
+
+
+@torch.no_grad()
+def put(numbers: Any, into: torch.Tensor) -> None:
+    """Copies what was kept into a tensor of the run; ValueError where it is none of this shape, or not all numbers. (A copy alone would
+    spread a single number over all.)"""
+    if not isinstance(numbers, torch.Tensor) or numbers.shape != into.shape or not torch.isfinite(numbers).all():
+        raise ValueError("its numbers are not those of this run")
+    into.copy_(numbers)

@@ -103,9 +103,9 @@ def train(
     first = 0
     if path.is_file():
         saved = training_folder.read(path)
-        with training_folder.restoring(path), torch.no_grad():
+        with training_folder.restoring(path):
             for name, p in trained.items():
-                p.copy_(saved["parameters"][name])
+                training_folder.put(saved["parameters"][name], p)
             first = int(saved["step"])
     model, optimizer = accelerator.prepare(student, optimizer)
     if first:

@@ -71,9 +71,9 @@ def load(path: Path, student: Any, start: Sequence[Maps]) -> list[Maps] | None:
     done, own = _read(path), dict(student.named_parameters())
     if len(done["maps"]) < len(start):
         return None
-    with training_folder.restoring(path), torch.no_grad():
+    with training_folder.restoring(path):
         for name, numbers in done["parameters"].items():
-            own[name].copy_(numbers)
+            training_folder.put(numbers, own[name])
         for layer, parts in zip(start, done["maps"], strict=True):
             if [x.shape for x in parts] != [x.shape for x in layer.parts()] or not all(torch.isfinite(x).all() for x in parts):
                 raise ValueError("its maps are not those of this run")

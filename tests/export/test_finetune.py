@@ -306,7 +306,18 @@ def test_damaged_work_is_refused(llama, text, tuned, latent, tmp_path, form):
         torch.save({**done, "maps": [tuple(map(change, layer)) for layer in done["maps"]] * 2}, transferred)
         with pytest.raises(UserError, match="--fresh"):
             run(llama, tmp_path / "thin", text, form=form)
+    for numbers in (1, torch.ones(1)) if done["parameters"] else ():  # which a copy would spread over a whole matrix
+        torch.save({**done, "maps": done["maps"] * 2, "parameters": dict.fromkeys(done["parameters"], numbers)}, transferred)
+        with pytest.raises(UserError, match="--fresh"):
+            run(llama, tmp_path / "thin", text, form=form)
     torch.save(done, transferred)
+    assert run(llama, tmp_path / "thin", text, form=form, stop=lambda step: (work / "training.pt").exists(), save_every=1) is None
+    learned = torch.load(work / "training.pt")
+    for change in (lambda x: 1, lambda x: x * float("nan"), lambda x: x.flatten()[:1]):
+        torch.save({**learned, "parameters": {name: change(x) for name, x in learned["parameters"].items()}}, work / "training.pt")
+        with pytest.raises(UserError, match="--fresh"):
+            run(llama, tmp_path / "thin", text, form=form)
+    torch.save(learned, work / "training.pt")
     assert run(llama, tmp_path / "thin", text, form=form)["form"] == form
 
 
