@@ -25,6 +25,7 @@ GROUP = 32  # numbers that share a zero point and a scale
 MOST_LATENT = 4096  # numbers of a token's keys, of all kv heads, that latent keys can stand for
 
 ELEMENTS = {"fp32": 0, "fp16": 1}
+BY_HEAD = 2  # fused_rotary of a layer whose rotary tables have columns for every kv head
 KEEPS = {"full": 0, "window": 1, "heavy": 2}
 POSITIONS = {"original": 0, "cache": 1}
 SCORES = {"attention": 0, "keys": 1}
@@ -128,6 +129,10 @@ def _align(count: int, to: int) -> int:
     return (count + to - 1) // to * to
 
 
+def element_dtype(element: int) -> np.dtype:
+    return np.dtype("<f2" if element == ELEMENTS["fp16"] else "<f4")
+
+
 def element_bytes(params: Mapping) -> int:
     return 2 if params.get("element", 1) == ELEMENTS["fp16"] else 4
 
@@ -213,7 +218,7 @@ def planes(params: Mapping) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     packed, scored = is_selfindex(p), keeps_scores(p)
     dense, compressed = (0, body) if packed else (body, 0)
     sinks = _align(p["sinks"], LANES) if packed else 0
-    element = np.dtype("<f2" if p["element"] == ELEMENTS["fp16"] else "<f4")
+    element = element_dtype(p["element"])
     i4, f4, f2, u1 = (np.dtype(name) for name in ("<i4", "<f4", "<f2", "u1"))
 
     def latents(slots: int) -> tuple[np.dtype, tuple[int, ...]]:
@@ -365,6 +370,12 @@ def check_params(params: Mapping) -> str | None:
         (
             0 <= p["rotary_dim"] <= given_dim(p) and p["rotary_dim"] % 2 == 0,
             "rotary_dim must be even and at most the size of a head",
+        ),
+        (0 <= p["fused_rotary"] <= BY_HEAD, "fused_rotary must be 0, 1 or 2 (tables for every kv head)"),
+        (p["fused_rotary"] != BY_HEAD or not latent, "fused_rotary must be 0 or 1 with latent keys: all heads turn alike"),
+        (
+            p["fused_rotary"] != BY_HEAD or p["positions"] == POSITIONS["original"],
+            "positions must be 0 (original): keys that turn by head are not turned again",
         ),
         (0.0 <= p["score_decay"] <= 1.0, "score_decay must be between 0 and 1"),
         (p["softcap"] >= 0.0, "softcap must not be negative"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from edgekv.errors import CacheFullError, NativeError
-from edgekv.layout import Layout
+from edgekv.layout import Layout, element_dtype
 
 LIBRARY = Path(__file__).resolve().parent / "_native" / "libedgekv.so"
 
@@ -56,13 +56,13 @@ for _name, _result, _arguments in (
     (
         "edgekv_attend",
         c_int,
-        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[_FLOATS] * 5, c_void_p, c_int64, _INTS, c_int64, c_int, _FLOATS, c_int],
+        [_PARAMS, *[_FLOATS] * 3, c_int64, c_int64, *[_FLOATS] * 2, c_int64, *[c_void_p] * 2, *[_FLOATS] * 3, c_void_p, c_int64, _INTS, c_int64, c_int, _FLOATS, c_int],
     ),
     ("edgekv_retrieved_slots", c_int64, [_PARAMS, c_void_p, c_int64, c_int64]),
     (
         "edgekv_retrieve",
         c_int,
-        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, _FLOATS, c_void_p, c_int64, _INTS, c_int, c_int],
+        [_PARAMS, _FLOATS, c_int64, c_int64, *[_FLOATS] * 2, c_int64, c_void_p, c_void_p, c_int64, _INTS, c_int, c_int],
     ),
     ("edgekv_compact", c_int, [_PARAMS, _FLOATS, c_void_p, c_int64, c_int64, c_int64, c_int]),
     (
@@ -87,14 +87,22 @@ def _state(state: np.ndarray) -> tuple[int, int]:
     return state.ctypes.data, state.nbytes
 
 
-def _floats(name: str, array: np.ndarray | None, shape: tuple[int, ...]):
-    """The array as a pointer to contiguous float32 numbers, after a check of its shape; -1 in `shape` matches any size."""
-    if array is None:
-        return None
-    array = np.ascontiguousarray(array, np.float32)
+def _contiguous(name: str, array: np.ndarray, shape: tuple[int, ...], dtype) -> np.ndarray:
+    """The array as contiguous numbers of the type, after a check of its shape; -1 in `shape` matches any size."""
+    array = np.ascontiguousarray(array, dtype)
     if array.ndim != len(shape) or any(want not in (-1, got) for want, got in zip(shape, array.shape)):
         raise NativeError(f"{name} has the shape {array.shape} and should have {shape}")
-    return array.ctypes.data_as(_FLOATS)
+    return array
+
+
+def _floats(name: str, array: np.ndarray | None, shape: tuple[int, ...]):
+    return None if array is None else _contiguous(name, array, shape, np.float32).ctypes.data_as(_FLOATS)
+
+
+def _map(name: str, array: np.ndarray | None, params: LayerParams, heads: int):
+    """A map to thin keys [heads, head_dim, key_dim] as a pointer to numbers of the cache's element type."""
+    shape = (heads, params.head_dim or params.key_dim, params.key_dim)
+    return None if array is None else _contiguous(name, array, shape, element_dtype(params.element)).ctypes.data_as(c_void_p)
 
 
 def _rotations(cos: np.ndarray | None, sin: np.ndarray | None, rows: int) -> tuple:
@@ -185,8 +193,8 @@ def attend(
     """Append T rows after `position` committed tokens and attend: y float32 [T, q_heads, value_dim].
 
     q float32 [T, q_heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; with params.fused_rotary also cos and
-    sin float32 [T, rotary_dim/2 or rotary_dim]. With params.head_dim, q and k have that many numbers per head, of which query_map and
-    key_map float32 [q_heads or kv_heads, head_dim, key_dim] make key_dim after the rotation. With params.latent, key_encode float32
+    sin float32 [T, rotary_dim/2 or rotary_dim, or with fused_rotary 2 kv_heads * rotary_dim/2]. With params.head_dim, q and k have that many numbers per head, of which query_map and
+    key_map [q_heads or kv_heads, head_dim, key_dim], taken in the cache's element type, make key_dim after the rotation. With params.latent, key_encode float32
     [kv_heads key_dim, latent], key_decode [kv_heads, latent + 1, key_dim] (the last row of a head is its mean key) and inv_freq
     [rotary_dim/2] make and rebuild latent keys. slots int32 [kv_heads, T, k], as retrieve() gives them: what each row attends to
     of a compressed body, beside sinks and tail; None or k = 0: all of it; with their scores if it gave them. Only tail slots from the committed length on change,
@@ -209,8 +217,8 @@ def attend(
             rows,
             position,
             *_rotations(cos, sin, rows),
-            _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
-            _floats("key_map", key_map, (params.kv_heads, given, params.key_dim)),
+            _map("query_map", query_map, params, params.q_heads),
+            _map("key_map", key_map, params, params.kv_heads),
             _floats("key_encode", key_encode, (params.kv_heads * params.key_dim, params.latent)),
             _floats("key_decode", key_decode, (params.kv_heads, params.latent + 1, params.key_dim)),
             _floats("inv_freq", inv_freq, (params.rotary_dim // 2,)),
@@ -257,7 +265,7 @@ def retrieve(
             rows,
             position,
             *_rotations(cos, sin, rows),
-            _floats("query_map", query_map, (params.q_heads, given, params.key_dim)),
+            _map("query_map", query_map, params, params.q_heads),
             *_state(state),
             slots.ctypes.data_as(_INTS),
             scored,

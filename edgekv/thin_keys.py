@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FORMS = ("projected", "absorbed", "latent")
+FORMS = ("projected", "absorbed", "pairs", "latent")
 
 
 def sensible(keys: Any, layers: int) -> bool:

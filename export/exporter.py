@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgekv import bundle
+from edgekv import bundle, layout
 from edgekv.bundle import Bundle
 from edgekv.errors import UserError
 from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope, short_head, trace, write
@@ -89,7 +89,8 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         thin = into_graph.apply(traced, source, options.keys, geometry, context, report)
         geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
-        params = [{**p, "fused_rotary": int(i in rotations)} for i, p in enumerate(planned.layers)]
+        turned = layout.BY_HEAD if thin and thin.form == "pairs" else 1
+        params = [{**p, "fused_rotary": turned if i in rotations else 0} for i, p in enumerate(planned.layers)]
         formats.apply(traced, options.weights, thin.off_grid(traced) if thin and options.weights == "int4" else ())
         graph.set_cache(traced, params, [g.inv_freq for g in geometry])
         graph.finish(traced)

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass, TopologicalSortPass
 from onnxscript import optimizer
 
 from edgekv import layout
+from edgekv.errors import BundleError
 from edgekv.export import weights
 from edgekv.export.checkpoint import Reader
 from edgekv.export.passes import gelu, heads, linear, match, rms_norm, rotary, siblings
@@ -78,8 +79,35 @@ def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Seq
         node.inputs[4].shape = ir.Shape([sizes[index]])
         node.outputs[1].shape = ir.Shape([sizes[index]])
         _drop_retrieval(model, node)
+        _retype_maps(model, node, layout.element_dtype(complete["element"]))
         if layout.is_selfindex(complete) and not complete["latent"]:
             _add_retrieval(node, complete["kv_heads"])
+
+
+def _retype_maps(model: ir.Model, node: ir.Node, dtype: np.dtype) -> None:
+    """Maps to thin keys have the type of what the cache stores: what they make is rounded to it anyway, and every step reads them."""
+    for index in range(QUERY_MAP, min(KEY_MAP + 1, len(node.inputs))):
+        held = node.inputs[index]
+        if held is None or held.const_value is not None and held.const_value.dtype.numpy() == dtype:
+            continue
+        numbers = _numbers(held)
+        node.replace_input_with(index, None)
+        if not held.uses():
+            del model.graph.initializers[held.name]
+        node.replace_input_with(index, match.initialiser(model, held.name, numbers.astype(dtype)))
+
+
+def _numbers(value: ir.Value) -> np.ndarray:
+    """A constant of a graph that may be a bundle's: its data lies inside the bundle (bundle.open_bundle), whatever else is wrong with it."""
+    tensor = value.const_value
+    try:
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor.numpy()
+        # tensor.numpy() refuses files with several names, which those of bundles that share their weights have
+        data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset or 0)
+        return data.view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+    except (AttributeError, OSError, TypeError, ValueError):
+        raise BundleError(f"The graph's constant {value.name!r} cannot be read; export the model again.") from None
 
 
 def _drop_retrieval(model: ir.Model, node: ir.Node) -> None:

@@ -30,8 +30,9 @@ def make_model(params: native.LayerParams, given=INPUTS[:5], state_size: int | N
     return finish([node], given, size)
 
 
-def finish(nodes, given, size: int, outputs=("y", "state.out")):
-    types = {"position": (TensorProto.INT64, [None]), "state": (TensorProto.INT8, [size])}
+def finish(nodes, given, size: int, outputs=("y", "state.out"), half=()):
+    """A model of these nodes; inputs are float32, those named in half float16."""
+    types = {"position": (TensorProto.INT64, [None]), "state": (TensorProto.INT8, [size])} | {name: (TensorProto.FLOAT16, None) for name in half}
     inputs = [helper.make_tensor_value_info(name, *types.get(name, (TensorProto.FLOAT, None))) for name in given]
     made = [
         helper.make_tensor_value_info(name, *((TensorProto.INT8, [size]) if name.startswith("state") else (TensorProto.FLOAT, None)))

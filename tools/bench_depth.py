@@ -2,7 +2,11 @@
 
 The cache is filled with random keys and values interval by interval, as if a text had been read, which takes a second instead of
 minutes; what a step does depends on how much is cached, not on what. Rounds go through the bundles one after the other, so that a
-machine that is not quiet slows all of them alike; the median over rounds is shown, and the ratio to the first bundle within rounds.
+machine that is not quiet slows all of them alike.
+
+Where in memory weights come to lie makes a few percent (of two copies of one bundle, EPYC of Zen 4: 0.98 to 1.07), so all bundles are
+loaded anew --loads times, in another order each time. Shown are the median speed over all rounds, and the median over loads of the ratio to
+the first bundle within rounds, with the smallest and largest of them.
 """
 
 from __future__ import annotations
@@ -46,27 +50,40 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=7936)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--loads", type=int, default=4)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--retrieve", type=parse_retrieval)
     options = parser.parse_args()
-    engines = [engine.load(bundle.open_bundle(path, verify=False), options.threads) for path in options.bundles]
-    positions = [fill(loaded, options.depth, options.steps) for loaded in engines]
-    row, token = np.zeros(1, np.int64), np.array([100])
-    rates: list[list[float]] = [[] for _ in engines]
-    for loaded in engines:
+    results = [measure(options, load) for load in range(options.loads)]
+    print(f"{machine.describe(options.threads)['cpu']}, {options.threads or 'all'} threads, load {machine.load():.1f}; {options.loads} loads, {options.rounds} rounds of {options.steps} steps each")
+    for index, path in enumerate(options.bundles):
+        rates = [[rounds[index] for rounds in rates] for rates, _ in results]
+        ratios = [statistics.median(a[index] / a[0] for a in rounds) for rounds, _ in results]
+        speed = statistics.median(rate for one in rates for rate in one)
+        print(f"{path.name:24s} depth {results[0][1][index]}: {speed:7.1f} tokens/s, {statistics.median(ratios):.2f} times {options.bundles[0].name} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def measure(options: argparse.Namespace, load: int) -> tuple[list[list[float]], list[int]]:
+    """Loads the bundles, the one at place `load` first: tokens per second of each in every round, and the depth of each."""
+    count = len(options.bundles)
+    order = [(load + i) % count for i in range(count)]
+    engines = {i: engine.load(bundle.open_bundle(options.bundles[i], verify=False), options.threads) for i in order}
+    positions = {i: fill(engines[i], options.depth, options.steps) for i in order}
+    row, token, rounds = np.zeros(1, np.int64), np.array([100]), []
+    for loaded in engines.values():
         if loaded.retrieval is not None and options.retrieve is not None:
             loaded.retrieve(options.retrieve)
-    for turn in range(options.rounds + 1):
-        for loaded, position, mine in zip(engines, positions, rates, strict=True):
+    for _ in range(options.rounds + 1):
+        rates = [0.0] * count
+        for i in order:
             began = time.perf_counter()
             for step in range(options.steps):
-                loaded.step(token, position + step, row)
-            if turn:  # the first round warms up
-                mine.append(options.steps / (time.perf_counter() - began))
-    print(f"{machine.describe(engines[0].threads)['cpu']}, {engines[0].threads} threads, load {machine.load():.1f}; {options.rounds} rounds of {options.steps} steps")
-    for path, position, mine in zip(options.bundles, positions, rates, strict=True):
-        ratio = statistics.median(a / b for a, b in zip(mine, rates[0], strict=True))
-        print(f"{path.name:24s} depth {position}: {statistics.median(mine):7.1f} tokens/s, {ratio:.2f} times {options.bundles[0].name}")
+                engines[i].step(token, positions[i] + step, row)
+            rates[i] = options.steps / (time.perf_counter() - began)
+        rounds.append(rates)
+    for loaded in engines.values():
+        loaded.close()
+    return rounds[1:], [positions[i] for i in range(count)]  # the first round warms up
 
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ def make_states(params: dict, depth: int, count: int, seed: int) -> list[np.ndar
 
 def step_of(fields: native.LayerParams, given: dict, depth: int, maps: dict) -> Callable[[np.ndarray], None]:
     """A step on a state with everything but the state prepared: checking and passing arrays takes longer than mapping a row."""
-    def pointer(array: np.ndarray | None):
-        return None if array is None else array.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    def pointer(array: np.ndarray | None, to: type = ctypes.POINTER(ctypes.c_float)):
+        return None if array is None else array.ctypes.data_as(to)
 
     y = np.empty((1, fields.q_heads, fields.value_dim), np.float32)
     inputs = [pointer(given[name]) for name in "qkv"]
-    tables = [pointer(given["cos"]), pointer(given["sin"]), given["cos"].shape[1], *(pointer(maps.get(name)) for name in ("query_map", "key_map", "key_encode", "key_decode", "inv_freq"))]
+    tables = [pointer(given["cos"]), pointer(given["sin"]), given["cos"].shape[1], *(pointer(maps.get(name), ctypes.c_void_p) for name in ("query_map", "key_map"))]
+    tables += [pointer(maps.get(name)) for name in ("key_encode", "key_decode", "inv_freq")]
     out = pointer(y)
 
     def step(state: np.ndarray) -> None:
@@ -81,6 +82,7 @@ def main() -> None:
                 "latent": {"key_encode": (kv_heads * head, rank), "key_decode": (kv_heads, rank + 1, head), "inv_freq": (head // 2,)},
             }  # fmt: skip
             maps = {name: random.standard_normal(shape, np.float32) * 0.1 for name, shape in shapes[form].items()}
+            maps |= {name: array.astype(layout.element_dtype(params["element"])) for name, array in maps.items() if form == "projected"}
             count = max(1, min(30, given.bytes // layout.state_bytes(params)))
             cases[form, rank] = (step_of(native.LayerParams(**params), rows, depth, maps), make_states(params, depth, count, 1), [], maps)
         for _ in range(given.runs):

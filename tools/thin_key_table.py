@@ -6,6 +6,7 @@ Methods:
     latent            the latent of all kv heads of a layer together, before the rotation, in closed form
     latent-refined    that, and a short descent on the attention's KL; what `edgekv export --key-form latent` does
     latent-auto       the same with ranks spread over the layers by measured KL
+    pairs             every kv head keeps the rotary pairs of largest variance; what `edgekv export --key-form pairs` does
     kq-svd            a map per kv head after the rotation, from all keys alike, calibrated at the first positions only
     weighted          the same from keys counted by the attention they receive, without the first token, at positions over the whole context
     refined           that, and a short descent on the attention's KL; what `edgekv export --key-rank` does
@@ -30,7 +31,7 @@ from edgekv.export.thin.attention import Session, using
 from edgekv.export.thin.maps import KeyMaps
 from edgekv.geometry import LayerGeometry
 
-METHODS = ("latent", "latent-refined", "latent-auto", "kq-svd", "weighted", "refined", "refined-auto")
+METHODS = ("latent", "latent-refined", "latent-auto", "pairs", "kq-svd", "weighted", "refined", "refined-auto")
 BLOCK = 64
 
 
@@ -111,7 +112,7 @@ def load_ids(source, path: Path) -> list[int]:
 def prepare(model, text, geometry, method, context):
     """What all shares of a method have in common, from one pass over the layers."""
     texts = stream.layers(model, text)
-    if method.startswith("latent"):
+    if method == "pairs" or method.startswith("latent"):
         return None
     if method == "kq-svd":
         return [plain_maps(layer) for layer in texts]
@@ -133,6 +134,10 @@ def made(model, text, geometry, method, share, context, steps, prepared):
         fitted = make.from_chunks(model, text, geometry, wanted, "latent", 0 if method == "latent" else steps, context, lambda *_: None)
         tell([layer.rank for layer in fitted.maps], fitted)
         return lambda start: {i: layer.at(start) for i, layer in enumerate(fitted.maps)}
+    if method == "pairs":
+        fitted = make.from_chunks(model, text, geometry, ranks.KeyRank(share=share), method, 0, context, lambda *_: None)
+        tell([layer.rank for layer in fitted.maps], fitted)
+        return lambda start: dict(enumerate(fitted.maps))
     wanted = ranks.KeyRank(share=share, spread=method == "refined-auto")
     chosen = ranks.choose(wanted, heads, [] if method == "kq-svd" else prepared[0])
     full = prepared if method == "kq-svd" else prepared[1]

@@ -45,8 +45,9 @@ KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
 @click.option("--context", type=click.IntRange(1), help="Positions the bundle may use, at most the model's own.")
 @click.option("--device", help="Device or profile file to choose the budget for, and to say what stays on chip there.")
 @click.option("--key-rank", help="Numbers stored per key (latent: per token): 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
-@click.option("--key-form", type=click.Choice(["projected", "absorbed", "latent"]), help="How keys get thinner: by a map after their rotation, in "
-              "the weights (models without rotary positions, and their default), or all kv heads together before the rotation (best quality, dear to read).")  # fmt: skip
+@click.option("--key-form", type=click.Choice(["projected", "absorbed", "pairs", "latent"]), help="How keys get thinner: by a map after their rotation, in "
+              "the weights (models without rotary positions, and their default), by fewer rotary pairs (fastest, to be trained: edgekv finetune), or all "
+              "kv heads together before the rotation (best quality, dear to read).")  # fmt: skip
 @click.option("--key-text", type=click.Path(path_type=Path), help="UTF-8 text to calibrate thin keys on; default the one `edgekv eval` reads by default.")
 @click.option("--key-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of it to use.")
 @click.option("--key-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps per layer; 0: closed form only.")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from edgekv import layout
 from edgekv.bundle import Bundle
 from edgekv.engine import Occupancy
 from edgekv.engine.device import Device
@@ -34,7 +35,8 @@ def refusal(bundle: Bundle | None = None) -> str | None:
         return f"no CUDA device ({info['reason']})"
     if bundle is not None and bundle.compressed:
         return "compressed caches have no CUDA operators in ONNX Runtime"
-    if bundle is not None and (bundle.latent or any(layer["params"].get("head_dim") for layer in bundle.layers)):
+    params = [layout.complete(layer["params"]) for layer in bundle.layers] if bundle is not None else []
+    if any(p["latent"] or p["head_dim"] or p["fused_rotary"] == layout.BY_HEAD for p in params):
         return "thin keys have no CUDA operators in ONNX Runtime"
     return None
 

@@ -23,7 +23,7 @@ class Ring:
 
     def __init__(self, params: Mapping):
         p = layout.complete(params)
-        if layout.is_selfindex(p) or p["head_dim"] or p["latent"]:
+        if layout.is_selfindex(p) or p["head_dim"] or p["latent"] or p["fused_rotary"] == layout.BY_HEAD:
             raise UserError("Compressed caches and thin keys cannot be built without edgekv's plugin; export with --cache dense and without --key-rank.")
         if p["keep"] == layout.KEEPS["heavy"]:
             raise UserError("Heavy hitters need edgekv's plugin; without it only the policies full and window can be built.")

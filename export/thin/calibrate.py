@@ -90,7 +90,7 @@ def refine(text: LayerText, maps: Maps, steps: int, seed: int = 0) -> Maps:
     """The maps after `steps` of Adam on the mean KL of the attention, each on ROWS queries of one chunk; the best of start and end on
     the held-out chunks is returned. When the end is no better, shorter steps are tried. Projected, each query head gets a map of its own;
     keys still have one per kv head."""
-    if steps == 0 or maps.whole:
+    if steps == 0 or maps.whole or not maps.parts():
         return maps
     start = measure(text, maps).attention_kl
     for rate in (RATE, RATE / 6):

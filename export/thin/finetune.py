@@ -37,8 +37,8 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation) or
-    latent. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
+    """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation),
+    pairs or latent. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
     products in both trainings; maps are calibrated and perplexities measured in float32. weights: what those that learn are read as
     meanwhile, see rounding.py. control: train whole keys on the same data too."""
 
@@ -100,7 +100,9 @@ def make_model(
     geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4"))
     with training_folder.beginning(work):
         # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
-        names = trainable.key_side(plain, corpus.training[0, :8]) if options.form == "projected" else []
+        names = trainable.key_side(plain, corpus.training[0, :8]) if options.form != "latent" else []
+        if options.form == "pairs" and not names:
+            raise UserError("This model makes queries, keys and values with one matrix, which is not trained, so with --key-form pairs nothing could learn.")
         rounded = _rounded(plain, names, options)
         start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
@@ -187,7 +189,7 @@ def _start(
     found = map_file.load(folder, AGAIN)
     if found is None or found[0].form != options.form:
         raise UserError(f"{folder} is damaged (it holds no {options.form} maps); {AGAIN}.")
-    return map_file.fitted(found, geometry(), str(folder)) if options.form == "latent" else found
+    return map_file.fitted(found, geometry(), str(folder)) if options.form != "projected" else found
 
 
 def _transferred(

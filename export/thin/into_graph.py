@@ -65,11 +65,17 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
         found = errors = make.from_text(source, options, form, geometry, context, report)
         made, text = found.maps, options.text
         origin = {"rank": str(options.rank), "text": text.name if text else "the text that comes with edgekv", "tokens": options.tokens}
-    thinner = []
+    thinner, turned = [], []
     for node, g, layer in zip(nodes, geometry, made, strict=True):
         if form == "latent":
             thin_keys.make_latent(traced, node, *layer.arrays())
             thinner.append(dataclasses.replace(g, latent=layer.rank))
+            continue
+        if form == "pairs":
+            thin_keys.leave_out(traced, node, layer.numbers.numpy(), g.key_dim, g.value_dim)
+            turned.append((node, layer.pairs.numpy()))
+            left = 2 * layer.pairs.shape[1]
+            thinner.append(dataclasses.replace(g, key_dim=layer.rank, rotary_dim=left, inv_freq=()))
             continue
         query, key = layer.query.numpy(), layer.key.numpy()
         if form == "absorbed":
@@ -78,6 +84,7 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
         else:
             thin_keys.project(traced, node, query, key)
             thinner.append(dataclasses.replace(g, key_dim=layer.rank, head_dim=g.key_dim))
+    thin_keys.turn_by_head(traced, turned)
     return Thin(thinner, list(made), form, origin, errors)
 
 
@@ -105,10 +112,10 @@ def _bent(traced: Any) -> list[int]:
 def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced: Any, name: str) -> str:
     """What keys get thinner by; UserError when the model was trained for something else."""
     wanted, trained = options.form if options else None, saved[0].form if saved else None
-    if trained and wanted and (trained == "latent") != (wanted == "latent"):
+    if trained and wanted and trained != wanted and (trained, wanted) != ("projected", "absorbed"):
         raise UserError(f"The thin keys that {name} brings were trained as {trained} ones; leave out --key-form {wanted}.")
-    if "latent" in (trained, wanted):
-        return "latent"
+    if trained in ("latent", "pairs"):
+        return trained
     return wanted or ("projected" if _bent(traced) else "absorbed")
 
 
@@ -119,6 +126,12 @@ def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], rounded: bo
         raise UserError("Maps of this model are multiplied into its weights, which takes those off any grid; leave out --weights int4.")
     if form == "absorbed" and bent:
         raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
+    if form == "pairs":
+        for layer, node in enumerate(nodes):
+            if not geometry[layer].rotary_dim or thin_keys.straight(node, rotates=True) is None:
+                raise UserError(
+                    f"Rotary pairs can be left out where a rotation is all that comes between a linear layer and the scores, and in layer {layer} it is not; use --key-form projected."
+                )
     if form != "latent":
         return
     for layer in bent:

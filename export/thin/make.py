@@ -16,7 +16,7 @@ from edgekv.errors import UserError
 from edgekv.export import rope
 from edgekv.export.load import Source
 from edgekv.export.quiet import quiet
-from edgekv.export.thin import attention, calibrate, latent, ranks, stream
+from edgekv.export.thin import attention, calibrate, latent, pairs, ranks, stream
 from edgekv.geometry import LayerGeometry
 from edgekv.quality.text import shipped
 
@@ -30,8 +30,8 @@ Report = Callable[[str, int | None, int | None], None]
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """What was asked for: the ranks (None: the model brings its maps), the form (projected, absorbed or latent; None: absorbed into the
-    weights of a model without rotary positions, else projected), the UTF-8 text to calibrate on (None: the one that comes with edgekv), how many
+    """What was asked for: the ranks (None: the model brings its maps), the form (projected, absorbed, pairs or latent; None: absorbed
+    into the weights of a model without rotary positions, else projected), the UTF-8 text to calibrate on (None: the one that comes with edgekv), how many
     of its tokens, and steps of the refinement per layer (0: closed form only)."""
 
     rank: ranks.KeyRank | None
@@ -111,12 +111,33 @@ def _latent(
     )
 
 
+def _pairs(
+    model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, report: Report
+) -> calibrate.Calibrated:
+    """Rotary pairs of every layer. Where the text lies in the context does not matter to them: scores depend on distances alone."""
+    pairs.check(geometry)
+    heads, count = [(g.kv_heads, g.key_dim) for g in geometry], len(geometry)
+    spectra = []
+    if wanted.spread:
+        for text in stream.layers(model, chunks):
+            spectra.append(pairs.spectrum(pairs.variances(text, geometry[text.layer]), geometry[text.layer]))
+            report("looking at the keys", text.layer + 1, count)
+    chosen = ranks.choose(wanted, heads, spectra)
+
+    def start(text: stream.LayerText) -> pairs.PairMaps:
+        return pairs.choose(pairs.variances(text, geometry[text.layer]), geometry[text.layer], chosen[text.layer])
+
+    return calibrate.fit(stream.layers(model, chunks), start, 0, lambda layer: report("fitting thin keys", layer + 1, count))
+
+
 def from_chunks(
     model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, form: str, steps: int, context: int, report: Report
 ) -> calibrate.Calibrated:
     """Maps of every layer of the form that was asked for. chunks int64 [N, T]."""
     if form == "latent":
         return _latent(model, chunks, geometry, wanted, steps, report)
+    if form == "pairs":
+        return _pairs(model, chunks, geometry, wanted, report)
     return _projected(model, chunks, geometry, wanted, steps, context, report)
 
 

@@ -12,7 +12,7 @@ import torch
 class Maps(Protocol):
     """What thin keys of one layer are made with, whatever their form."""
 
-    form: str  # projected (or absorbed: the same maps, multiplied into the weights) or latent
+    form: str  # projected (or absorbed: the same maps, multiplied into the weights), pairs or latent
     interval: int  # a query's own boundary interval of so many tokens keeps whole keys; 0: all keys are mapped
 
     @property

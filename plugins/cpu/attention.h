@@ -10,14 +10,14 @@ struct StepInputs {
   int64_t rows;             // tokens in this step
   int64_t position;         // committed tokens before it
   const float *cos, *sin;   // [rows][table_columns] when params.fused_rotary, else null
-  int64_t table_columns;    // rotary_dim / 2, or rotary_dim of which the first half is used
+  int64_t table_columns;    // rotary_dim / 2, or rotary_dim of which the first half is used, or rotary_dim / 2 for every kv head
   // Body slots that each row attends to, [kv_heads][rows][chosen] as retrieve_step gives them; null: all. For a compressed body.
   const int32_t* slots;
   int64_t chosen;
   bool scored;  // each row's are followed by their scores, float32 [q_heads / kv_heads][chosen], as retrieve_step gives them
-  // What params.head_dim numbers of a rotated query or key become key_dim numbers with, [q_heads] and [kv_heads][head_dim][key_dim];
-  // null without head_dim. retrieve_step needs the first only.
-  const float *query_map, *key_map;
+  // What params.head_dim numbers of a rotated query or key become key_dim numbers with, [q_heads] and [kv_heads][head_dim][key_dim] of
+  // the cache's element type (what they make is rounded to it anyway); null without head_dim. retrieve_step needs the first only.
+  const void *query_map, *key_map;
   // With params.latent: what latent keys are made and rebuilt with (kernels.h), and the rotation of the positions they lie at,
   // inv_freq [rotary_dim / 2].
   const float *key_encode, *key_decode, *inv_freq;

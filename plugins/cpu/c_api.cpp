@@ -48,11 +48,11 @@ EDGEKV_API uint64_t edgekv_state_hash(const LayerParams* params, const void* sta
 }
 
 // q [rows][q_heads][given], k [rows][kv_heads][given], v [rows][kv_heads][value_dim], y [rows][q_heads][value_dim], given = head_dim or
-// key_dim; cos and sin [rows][table_columns] with fused_rotary, else null; query_map and key_map [heads][head_dim][key_dim] with
-// head_dim, else null; key_encode [kv_heads key_dim][latent], key_decode [kv_heads][latent + 1][key_dim] and inv_freq [rotary_dim / 2] with
+// key_dim; cos and sin [rows][table_columns] with fused_rotary, else null; query_map and key_map [heads][head_dim][key_dim] of
+// params->element with head_dim, else null; key_encode [kv_heads key_dim][latent], key_decode [kv_heads][latent + 1][key_dim] and inv_freq [rotary_dim / 2] with
 // latent, else null; slots [kv_heads][rows][chosen] or null, with `scored` [kv_heads][rows][1 + group][chosen], the scores as float32.
 EDGEKV_API int edgekv_attend(const LayerParams* params, const float* q, const float* k, const float* v, int64_t rows, int64_t position,
-                             const float* cos, const float* sin, int64_t table_columns, const float* query_map, const float* key_map,
+                             const float* cos, const float* sin, int64_t table_columns, const void* query_map, const void* key_map,
                              const float* key_encode, const float* key_decode, const float* inv_freq, void* state, int64_t bytes, const int32_t* slots, int64_t chosen, int scored, float* y, int threads) {
   const LayerParams& p = *params;
   auto view = [](const float* data, int64_t heads, int64_t dim) { return Rows{data, dim, heads * dim}; };
@@ -70,7 +70,7 @@ EDGEKV_API int64_t edgekv_retrieved_slots(const LayerParams* params, const void*
 
 // slots [kv_heads][rows][edgekv_retrieved_slots], or with `scored` as above; the rest as above.
 EDGEKV_API int edgekv_retrieve(const LayerParams* params, const float* q, int64_t rows, int64_t position, const float* cos, const float* sin,
-                               int64_t table_columns, const float* query_map, void* state, int64_t bytes, int32_t* slots, int scored, int threads) {
+                               int64_t table_columns, const void* query_map, void* state, int64_t bytes, int32_t* slots, int scored, int threads) {
   const LayerParams& p = *params;
   StepInputs in = {};
   in.q = {q, given_dim(p), int64_t(p.q_heads) * given_dim(p)};

@@ -56,9 +56,10 @@ struct Step {
   int body_count, sink_count;
   int64_t position;     // of the first row
   Rows q, k, v;
-  const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated
+  const float *cos, *sin;  // [rows][table_stride], or null when q and k arrive rotated; see table_at
   int table_stride;
-  const float *query_map, *key_map;  // [q_heads] and [kv_heads][head_dim][key_dim], applied after the rotation; null: none
+  // [q_heads] and [kv_heads][head_dim][key_dim] of the cache's element type, applied after the rotation; null: none.
+  const void *query_map, *key_map;
   Latent latent;        // with params.latent
   float* y;             // [rows][q_heads][value_dim]
   float* queries;       // scratch [kv_heads][group * rows * key_dim], packed by prepare()
@@ -71,6 +72,9 @@ struct Step {
   float* bias;          // scratch: scores of the mean keys [kv_heads][group * rows][boundaries so far], with slots only
   Loaded* loaded;
 };
+
+// Where the columns of a kv head begin in a row of the rotary tables.
+static inline int64_t table_at(const LayerParams& p, int head) { return turns_by_head(p) ? int64_t(head) * (p.rotary_dim / 2) : 0; }
 
 // Result of attending some slots: not yet divided by the sum. Scores are in units of log2. Layout of one row, in floats:
 // [0, width) weighted sum of values, [width, width + 16) sums of weights by lane, [width + 16] largest score.
@@ -104,7 +108,7 @@ struct Retrieval {
   Rows q;
   const float *cos, *sin;  // as in a step
   int table_stride;
-  const float* query_map;  // as in a step
+  const void* query_map;  // as in a step
   int retrieve, rerank;  // slots per row; candidates per slot that are ranked again by their stored keys
   int rows;
   int32_t* slots;        // [kv_heads][rows][retrieve]

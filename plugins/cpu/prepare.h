@@ -30,28 +30,39 @@ inline void rotate(const float* in, float* out, int dim, int rotary_dim, bool in
   std::memcpy(out + rotary_dim, in + rotary_dim, size_t(dim - rotary_dim) * sizeof(float));
 }
 
-// out[j] = sum over d of in[d] * map[d][j], map [from][to]: four sums, of every fourth d, added in pairs (one sum would wait for itself);
-// products and sums apart, so that every instruction set and the oracle round alike.
-inline void project(const float* in, const float* map, int from, int to, float* out) {
+// kVectors vectors of out[j] = sum over d of in[d] * map[d][j], map [from][to]: four sums, of every fourth d, added in pairs (one sum
+// would wait for itself); products and sums apart, so that every instruction set and the oracle round alike.
+template <int kVectors, class M>
+inline void project_columns(const float* in, const M* map, int from, int to, float* out) {
+  Vec sum[kVectors][4];
+  for (auto& four : sum)
+    for (Vec& one : four) one = zero();
+  auto take = [&](int d, int i) {
+    const Vec x = splat(in[d]);
+    for (int v = 0; v < kVectors; ++v) sum[v][i] = add(sum[v][i], mul(load(map + int64_t(d) * to + v * kLanes), x));
+  };
+  int d = 0;
+  for (; d + 4 <= from; d += 4) take(d, 0), take(d + 1, 1), take(d + 2, 2), take(d + 3, 3);
+  for (int i = 0; d < from; ++d, ++i) take(d, i);
+  for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, add(add(sum[v][0], sum[v][1]), add(sum[v][2], sum[v][3])));
+}
+
+// The same for every column. Two vectors at a time: a decode step reads a map once, from memory, and should read it in its order.
+template <class M>
+inline void project(const float* in, const M* map, int from, int to, float* out) {
   int j = 0;
-  for (; j + kLanes <= to; j += kLanes) {
-    Vec sum[4] = {zero(), zero(), zero(), zero()};
-    auto take = [&](int d, int i) { sum[i] = add(sum[i], mul(load(map + int64_t(d) * to + j), splat(in[d]))); };
-    int d = 0;
-    for (; d + 4 <= from; d += 4) take(d, 0), take(d + 1, 1), take(d + 2, 2), take(d + 3, 3);
-    for (int i = 0; d < from; ++d, ++i) take(d, i);
-    store(out + j, add(add(sum[0], sum[1]), add(sum[2], sum[3])));
-  }
-  for (; j < to; ++j) {
-    float sum[4] = {0, 0, 0, 0};
-    for (int d = 0; d < from; ++d) sum[d % 4] += map[int64_t(d) * to + j] * in[d];
-    out[j] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-  }
+  for (; j + 2 * kLanes <= to; j += 2 * kLanes) project_columns<2>(in, map + j, from, to, out + j);
+  for (; j + kLanes <= to; j += kLanes) project_columns<1>(in, map + j, from, to, out + j);
+  if (j == to) return;
+  Vec sum[4] = {zero(), zero(), zero(), zero()};
+  for (int d = 0; d < from; ++d) sum[d % 4] = add(sum[d % 4], mul(load_first(map + int64_t(d) * to + j, to - j), splat(in[d])));
+  store_first(out + j, add(add(sum[0], sum[1]), add(sum[2], sum[3])), to - j);
 }
 
 // A query or key as it meets the others: rotated when there are tables, projected when there is a map [given_dim][key_dim] of its head.
 // Points to `in` or to one of the two pieces of working memory of 1024 floats.
-inline const float* rotate_and_project(const edgekv::LayerParams& p, const float* in, const float* cos, const float* sin, const float* map,
+template <class M>
+inline const float* rotate_and_project(const edgekv::LayerParams& p, const float* in, const float* cos, const float* sin, const M* map,
                                        float* rotated, float* projected) {
   const int dim = edgekv::given_dim(p);
   if (cos != nullptr) {
@@ -76,10 +87,10 @@ void prepare_head(const Step& s, int head) {
   const int dim = p.key_dim;
   const int64_t map_size = int64_t(edgekv::given_dim(p)) * dim;
   float rotated[1024], projected[1024];
-  auto row = [&](const edgekv::Rows& x, const float* maps, int h, int t) {
-    const int64_t at = int64_t(t) * s.table_stride;
+  auto row = [&](const edgekv::Rows& x, const void* maps, int h, int t) {
+    const int64_t at = int64_t(t) * s.table_stride + edgekv::table_at(p, head);
     return rotate_and_project(p, x.data + h * x.head_stride + t * x.row_stride, s.cos ? s.cos + at : nullptr, s.cos ? s.sin + at : nullptr,
-                              maps ? maps + h * map_size : nullptr, rotated, projected);
+                              maps ? static_cast<const E*>(maps) + h * map_size : nullptr, rotated, projected);
   };
 
   E element[1024];

@@ -108,9 +108,11 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
   float rotated[1024], projected[1024], sum[1024] = {};
   for (int g = 0; g < r.group; ++g) {
     const float* q = r.q.data + (head * r.group + g) * r.q.head_stride + row * r.q.row_stride;
-    const int64_t at = int64_t(row) * r.table_stride, map_size = int64_t(edgekv::given_dim(p)) * dim;
-    q = rotate_and_project(p, q, r.cos ? r.cos + at : nullptr, r.cos ? r.sin + at : nullptr,
-                           r.query_map ? r.query_map + (head * r.group + g) * map_size : nullptr, rotated, projected);
+    const int64_t at = int64_t(row) * r.table_stride + edgekv::table_at(p, head), map_at = int64_t(head * r.group + g) * edgekv::given_dim(p) * dim;
+    auto mapped = [&](auto* maps) {
+      return rotate_and_project(p, q, r.cos ? r.cos + at : nullptr, r.cos ? r.sin + at : nullptr, maps ? maps + map_at : nullptr, rotated, projected);
+    };
+    q = p.element == edgekv::kFloat16 ? mapped(static_cast<const uint16_t*>(r.query_map)) : mapped(static_cast<const float*>(r.query_map));
     for (int d = 0; d < dim; ++d) sum[d] = g == 0 ? q[d] : sum[d] + q[d];
     std::memcpy(turned + g * stride, q, size_t(dim) * sizeof(float));
   }

@@ -3,10 +3,12 @@
 // inputs   0 q float32 [1, q_heads, T, key_dim] or [1, T, q_heads * key_dim]; 1 k and 2 v likewise with kv_heads, each in its own
 //          order. Without k and v, q holds all three: [1, T, q_heads * key_dim + kv_heads * (key_dim + value_dim)]. With attribute
 //          head_dim read head_dim for key_dim.
-//          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim]
+//          3 position int64 [1]; 4 state int8 [bytes]; with fused_rotary 5 cos and 6 sin float32 [1, T, rotary_dim/2 or rotary_dim,
+//          or with 2 kv_heads * rotary_dim/2]
 //          7 slots int32 [kv_heads, T, k] or with scores, what each row attends to of a compressed body (sign_vq_retrieval.cpp); absent or
 //          empty: all, or with attribute latent what the op finds itself, as its state's header says
-//          8 query_map and 9 key_map float32 [q_heads or kv_heads, head_dim, key_dim] with attribute head_dim, else absent
+//          8 query_map and 9 key_map [q_heads or kv_heads, head_dim, key_dim] of the cache's element type, float16 or float32, with
+//          attribute head_dim, else absent
 //          10 key_encode float32 [kv_heads * key_dim, latent] and 11 key_decode [kv_heads, latent + 1, key_dim], the last row of a head its
 //          mean key, with attribute latent, else absent
 // outputs  0 y float32 [1, T, q_heads * value_dim]; 1 state, which must be the same memory as input 4

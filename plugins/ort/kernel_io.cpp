@@ -52,9 +52,10 @@ int read_value(const Api* api, const Value* value, size_t index, Tensor* tensor)
   TensorInfo* info = nullptr;
   if (!succeeded(api, function<GetTensorTypeAndShape>(api)(value, &info))) return fail("input %zu is not a tensor", index);
   const bool read = succeeded(api, function<GetDimensionsCount>(api)(info, &tensor->rank)) && tensor->rank <= Tensor::kMaxRank &&
-                    succeeded(api, function<GetDimensions>(api)(info, tensor->dims, tensor->rank));
+                    succeeded(api, function<GetDimensions>(api)(info, tensor->dims, tensor->rank)) &&
+                    succeeded(api, function<GetTensorElementType>(api)(info, &tensor->type));
   function<ReleaseTensorInfo>(api)(info);
-  if (!read) return fail("input %zu has a shape that cannot be read", index);
+  if (!read) return fail("input %zu has a type or shape that cannot be read", index);
   if (tensor->size() == 0) return 0;
   // There is no reader of constant tensors before version 19; nothing is written through this pointer but the state.
   if (!succeeded(api, function<GetTensorMutableData>(api)(const_cast<Value*>(value), &tensor->data)))

@@ -15,6 +15,7 @@ struct Tensor {
   void* data = nullptr;
   int64_t dims[kMaxRank] = {};
   size_t rank = 0;
+  ElementType type = kUndefined;
   int64_t size() const {
     int64_t n = 1;
     for (size_t i = 0; i < rank; ++i) n *= dims[i];

@@ -30,7 +30,7 @@ struct ApiBase {
 };
 
 enum ErrorCode : int { kOk = 0, kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
+enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 enum Presence : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kMemoryDefault = 0 };
 enum AllocatorType : int { kDeviceAllocator = 0 };

@@ -59,7 +59,7 @@ int Kernel::compute(KernelContext* context) const {
 const CustomOp* make_op() {
   static CustomOp op = custom_op<Kernel>();
   op.get_input_count = [](const CustomOp*) -> size_t { return kInputs; };
-  op.get_input_type = [](const CustomOp*, size_t i) { return step_input_type(i); };
+  op.get_input_type = [](const CustomOp*, size_t i) { return i == kMap ? kUndefined : step_input_type(i); };
   op.get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
   op.get_output_count = [](const CustomOp*) -> size_t { return 1; };
   op.get_output_type = [](const CustomOp*, size_t) { return kInt32; };

@@ -43,7 +43,7 @@ int view_packed(const LayerParams& p, const Tensor& x, StepInputs* in) {
 int view_tables(const Tensor& cos, const Tensor& sin, StepInputs* in) {
   for (const Tensor* x : {&cos, &sin})
     if (x->data == nullptr || x->rank != 3 || x->dims[0] != 1 || x->dims[1] != in->rows || x->dims[2] != cos.dims[2])
-      return fail("fused_rotary needs cos and sin of the shape [1, %" PRId64 ", rotary_dim / 2 or rotary_dim]", in->rows);
+      return fail("fused_rotary needs cos and sin of the shape [1, %" PRId64 ", columns]", in->rows);
   in->cos = static_cast<const float*>(cos.data);
   in->sin = static_cast<const float*>(sin.data);
   in->table_columns = cos.dims[2];
@@ -58,11 +58,13 @@ int view_rest(const LayerParams& p, const Tensor* input, StepInputs* in) {
 
 }  // namespace
 
-int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const float** map) {
-  *map = static_cast<const float*>(x.data);
+int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const void** map) {
+  *map = x.data;
   if (p.head_dim == 0) return x.data == nullptr ? 0 : fail("%s is for thin keys: attribute head_dim must say how many numbers a head has", name);
   if (x.data == nullptr || x.rank != 3 || x.dims[0] != heads || x.dims[1] != p.head_dim || x.dims[2] != p.key_dim)
     return fail("%s must have the shape [%" PRId64 ", %d, %d]", name, heads, p.head_dim, p.key_dim);
+  if (x.type != (p.element == kFloat16 ? kHalf : kFloat))
+    return fail("%s must hold %s numbers, as the cache does; export the model again", name, p.element == kFloat16 ? "float16" : "float32");
   return 0;
 }
 
@@ -107,7 +109,7 @@ int view_queries(const LayerParams& p, const Tensor* input, StepInputs* in) {
 
 void declare_attention(CustomOp* op) {
   op->get_input_count = [](const CustomOp*) -> size_t { return kAttentionInputs; };
-  op->get_input_type = [](const CustomOp*, size_t i) { return i == kSlots ? kInt32 : step_input_type(i); };
+  op->get_input_type = [](const CustomOp*, size_t i) { return i == kSlots ? kInt32 : i == kQueryMap || i == kKeyMap ? kUndefined : step_input_type(i); };
   op->get_input_presence = [](const CustomOp*, size_t i) { return step_input_presence(i); };
   op->get_output_count = [](const CustomOp*) -> size_t { return 2; };
   op->get_output_type = [](const CustomOp*, size_t i) { return i == 0 ? kFloat : kInt8; };

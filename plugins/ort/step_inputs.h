@@ -10,8 +10,9 @@ enum StepInput : size_t { kQ, kK, kV, kPosition, kState, kCos, kSin, kStepInputs
 inline ElementType step_input_type(size_t i) { return i == kPosition ? kInt64 : i == kState ? kInt8 : kFloat; }
 inline Presence step_input_presence(size_t i) { return i == kQ || i == kPosition || i == kState ? kRequired : kOptional; }
 
-// Checks the map of `heads` heads to thin keys, [heads, head_dim, key_dim], and sets *map; without head_dim there must be none.
-int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const float** map);
+// Checks the map of `heads` heads to thin keys, [heads, head_dim, key_dim] of the cache's element type, and sets *map; without head_dim
+// there must be none. Of the inputs, only maps may have one type or another.
+int view_map(const LayerParams& p, const char* name, const Tensor& x, int64_t heads, const void** map);
 
 // Checks what latent keys are made and rebuilt with, [kv_heads * key_dim, latent] and [kv_heads, latent + 1, key_dim], and sets it in `in`;
 // without latent there must be neither.

@@ -120,6 +120,43 @@ def test_latent_keys_that_were_trained_are_exported(llama, latent, tmp_path):
     assert refused.exit_code == 2 and "trained as latent ones" in refused.output and not (tmp_path / "other").exists()
 
 
+def test_with_fewer_rotary_pairs_the_weights_alone_learn(llama, text, tmp_path):
+    """Stopped in its transfer and in its training or not; what is left out learns nothing; exported, the gate finds the same logits, and of
+    weights that learned through the rounding every matrix has 4 bits."""
+    target, work, options = tmp_path / "thin", tmp_path / "thin.training", {"form": "pairs", "weights": "int4", "rate": 0.02}
+
+    def layers():
+        return len(torch.load(work / "transfer.pt")["maps"]) if (work / "transfer.pt").exists() else 0
+
+    for stop in (lambda step: layers() == 1 and step == 2, lambda step: layers() == 2 and step == 2):
+        assert run(llama, target, text, stop=stop, **options) is None
+    figures = run(llama, target, text, **options)
+    assert figures == run(llama, tmp_path / "straight", text, **options) and figures["ranks"] == [8, 8] and figures["trained_weights"] == 4
+    before, after = tensors(llama), tensors(target)
+    assert all(torch.equal(tensor, tensors(tmp_path / "straight")[name]) for name, tensor in after.items())
+    for index, layer in enumerate(map_file.load(target)):
+        assert torch.equal(layer.pairs, map_file.load(tmp_path / "straight")[index].pairs) and layer.pairs.shape == (2, 4)
+        left = torch.tensor([[pair not in head.tolist() for pair in range(8)] * 2 for head in layer.pairs])
+        for name, heads in (("q", left.repeat_interleave(2, 0)), ("k", left)):
+            name = f"model.layers.{index}.self_attn.{name}_proj.weight"
+            moved = (after[name] - rounding.rounded(before[name])).reshape(*heads.shape, -1).abs().amax(-1)
+            assert moved[heads].max() < 1e-6 < moved[~heads].min()
+    trained = run(llama, tmp_path / "longer", text, form="pairs", steps=30, loss="text", rate=0.02)
+    assert trained["perplexity_thin_after"] < trained["perplexity_thin_before"]
+
+    for more, bits in ((["--weights", "fp32", "--kv-type", "fp32"], set()), (["--weights", "int4"], {4})):
+        folder = tmp_path / f"bundle{len(bits)}"
+        result = CliRunner().invoke(main, ["export", str(target), "-o", str(folder), "--context", "128", *more])
+        assert result.exit_code == 0, result.output
+        products = [node for node in onnx.load(open_bundle(folder).graph_path, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
+        assert {next(a.i for a in node.attribute if a.name == "bits") for node in products[:-1]} == bits  # the last is the LM head
+
+
+def test_a_model_with_one_matrix_for_all_three_has_nothing_that_pairs_could_train(text, tmp_path):
+    with pytest.raises(UserError, match="with one matrix, which is not trained"):
+        run(make(tmp_path / "phi3", "phi3"), tmp_path / "thin", text, form="pairs")
+
+
 def test_a_rotation_that_is_not_recognised_is_refused_before_any_training(text, tmp_path):
     with pytest.raises(UserError, match="not recognised in the graph"):
         run(make(tmp_path / "gptj", "gptj"), tmp_path / "thin", text, form="latent")

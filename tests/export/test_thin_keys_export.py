@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from click.testing import CliRunner
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from edgekv import layout
 from edgekv.bundle import open_bundle
 from edgekv.cli import main
-from edgekv.errors import UserError
+from edgekv.errors import BundleError, UserError
 from edgekv.export import exporter, load, replan
 from edgekv.export.parity import bundle_logits
 from edgekv.export.thin import attention, map_file, ranks
@@ -58,6 +59,50 @@ def test_a_thin_bundle_computes_what_the_model_with_the_same_maps_does(tmp_path,
         assert sum(np.prod(planes[p][1]) * 4 for p in ("body_k", "tail_k")) == 4 * params["kv_heads"] * slots * rank
     assert keys["token_bytes"] * 2 == keys["token_bytes_whole"]
     assert len(keys["score_error"]) == len(keys["attention_kl"]) == len(made.layers)
+
+
+# the parity gate as above; biases (qwen2), all three from one matrix (phi3), scaled tables (yarn), a part of the head rotated (stablelm)
+@pytest.mark.parametrize("name, rank", [("llama", "50%"), ("qwen2", "25%"), ("phi3", "50%"), ("llama-yarn", "6"), ("gemma2", "auto:50%"), ("stablelm", "14")])
+def test_rotary_pairs_leave_the_graph(tmp_path, name, rank):
+    made = export(make(tmp_path / "model", name), tmp_path / "bundle", rank=rank, form="pairs")
+    keys = made.manifest["keys"]
+    assert keys["form"] == "pairs" and made.manifest["parity"]["max_difference"] < 1e-2
+    for layer, rank in zip(made.layers, keys["ranks"], strict=True):
+        params = layer["params"]
+        assert params["key_dim"] == rank < params["value_dim"] and params["fused_rotary"] == layout.BY_HEAD and params["head_dim"] == 0
+    nodes = [node for node in ir.load(made.graph_path).graph if node.op_type == "BoundedCacheAttention"]
+    splits = {value.producer() for node in nodes for value in node.inputs[5:7]}
+    assert len(splits) == 2 and {split.op_type for split in splits} == {"Split"}  # cos and sin, gathered for all layers at once
+
+
+@pytest.mark.parametrize("policy, budget", [
+    (CachePolicy(keep="window", element="fp32"), "64tok"), (CachePolicy(keep="heavy", element="fp32"), "80tok"),
+    (CachePolicy(format="selfindex", value_bits=4, boundary=32), None),
+])  # fmt: skip
+def test_fewer_pairs_go_with_every_keep_rule_and_with_compression(tmp_path, policy, budget):
+    made = export(make(tmp_path / "model", "llama"), tmp_path / "bundle", form="pairs", policy=policy, budget=budget and parse_budget(budget))
+    again = replan.replan(made, tmp_path / "again", CachePolicy(element="fp32"), None)  # the parity check runs again
+    assert again.manifest["keys"] == made.manifest["keys"] and again.layers[0]["params"]["fused_rotary"] == layout.BY_HEAD
+    with pytest.raises(UserError, match="positions 'cache' needs rotary positions in every layer"):
+        replan.replan(made, tmp_path / "turned", CachePolicy(keep="window", positions="cache"), parse_budget("64tok"))
+
+
+def test_all_pairs_are_the_whole_key(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    made = export(folder, tmp_path / "bundle", rank="100%", form="pairs")
+    ids = random_text(100)
+    np.testing.assert_allclose(bundle_logits(made, ids), expected(folder, ids), atol=1e-3)
+
+
+@pytest.mark.parametrize("name, rank, sentence", [
+    ("llama", "7", "an even number of its 16 rotated numbers, which --key-rank 7 does not give"),
+    ("gpt2", "50%", "a rotation is all that comes between a linear layer and the scores, and in layer 0 it is not"),
+    ("qwen3", "50%", "a rotation is all that comes between a linear layer and the scores, and in layer 0 it is not"),
+])  # fmt: skip
+def test_pairs_that_cannot_be_left_out(tmp_path, name, rank, sentence):
+    with pytest.raises(UserError, match=sentence):
+        export(make(tmp_path / "model", name), tmp_path / "bundle", rank=rank, form="pairs")
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("name, heads, kv_heads, dim", [("llama", 4, 2, 16), ("gpt2", 4, 4, 16)])
@@ -113,6 +158,31 @@ def test_thin_keys_go_with_every_keep_rule_and_with_compression(tmp_path, policy
     assert again.manifest["keys"] == made.manifest["keys"]
     with pytest.raises(UserError, match="positions 'cache' cannot be had"):
         replan.replan(made, tmp_path / "turned", CachePolicy(keep="window", positions="cache"), parse_budget("64tok"))
+
+
+def test_maps_have_the_type_of_what_the_cache_stores(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    random_maps(folder, 4, 2, 16, 8)
+    half = export(folder, tmp_path / "half", rank=None, policy=CachePolicy())
+
+    def maps(bundle):
+        held = {v.name: v.const_value for v in ir.load(bundle.graph_path).graph.initializers.values() if "_map" in v.name}
+        assert sorted(held) == [f"layers.{layer}.{kind}_map" for layer in range(2) for kind in ("key", "query")]
+        return {name: tensor.numpy() for name, tensor in held.items()}
+
+    stored = maps(half)
+    single = replan.replan(half, tmp_path / "single", CachePolicy(element="fp32"), None)
+    once_more = replan.replan(half, tmp_path / "once more", CachePolicy(element="fp32"), None)  # from a file that two bundles share now
+    again = replan.replan(single, tmp_path / "again", CachePolicy(format="selfindex", boundary=32), None)  # two nodes read query_map
+    for found, dtype in ((stored, np.float16), (maps(single), np.float32), (maps(once_more), np.float32), (maps(again), np.float16)):
+        for name, array in found.items():
+            assert array.dtype == dtype
+            np.testing.assert_array_equal(array, stored[name])
+
+    with open(half.folder / "model.onnx.data", "r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(BundleError, match="_map' cannot be read; export the model again"):
+        replan.replan(half, tmp_path / "cut", CachePolicy(element="fp32"), None)
 
 
 def test_one_budget_is_spread_over_the_layers(tmp_path):
