@@ -220,30 +220,56 @@ def _check_latent(policy: CachePolicy) -> CachePolicy:
     return dataclasses.replace(policy, rerank=1)
 
 
-def _most_held(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:
-    """Held tokens of the largest cache within the limit at this boundary interval, None when nothing fits."""
+def _bounds(policy: CachePolicy, tokens: int | None, context: int, boundary: int) -> tuple[int, int, int]:
+    """Step, least and most of the tokens that layers can hold at this boundary interval, in a cache of at most so many tokens."""
     # a full body grows by whole intervals, any rest is never filled; what sinks leave of a compressed one is rounded by itself
     unit = boundary if policy.keep == "full" else 1 if policy.compresses else LANES
     least = policy.least_held(boundary)
     most = round_up(context, boundary) if policy.keep == "full" else max(round_up(context, boundary) - boundary, least)
     if policy.positions == "cache":  # the newest rotary position is body + tail - 1
         most = (context - boundary) // LANES * LANES
-    if limit.tokens is not None:
-        most = min(most, (limit.tokens - boundary) // unit * unit)
+    if tokens is not None:
+        most = min(most, (tokens - boundary) // unit * unit)
+    return unit, least, most
+
+
+def _ranges(build, unit: int, least: int, most: int, boundary: int) -> list[tuple[int, int]]:
+    """First and last held tokens of the ranges in which more tokens never take fewer bytes. They end where layers come to hold their whole
+    sliding window and give up sinks and scores (layer_params)."""
+    firsts, small, large = {least}, build(least, boundary).layers, build(most, boundary).layers
+    windows = {(p["sliding_window"], i) for i, p in enumerate(small) if p["body_slots"] < p["sliding_window"] <= large[i]["body_slots"]}
+    for window, layer in {window: (window, i) for window, i in windows}.values():
+        low, high = least // unit, most // unit  # its body is smaller at low and not at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if build(middle * unit, boundary).layers[layer]["body_slots"] < window:
+                low = middle
+            else:
+                high = middle
+        firsts.add(high * unit)
+    starts = sorted(firsts)
+    return [(first, after - unit) for first, after in zip(starts, [*starts[1:], most + unit], strict=True)]
+
+
+def _most_held(policy: CachePolicy, build, limit: Budget, context: int, boundary: int) -> int | None:
+    """Held tokens of the largest cache within the limit at this boundary interval, None when nothing fits."""
+    unit, least, most = _bounds(policy, limit.tokens, context, boundary)
     if most < least:
         return None
     if limit.bytes is None or build(most, boundary).arena_bytes <= limit.bytes:
         return most
-    if build(least, boundary).arena_bytes > limit.bytes:
-        return None
-    low, high = least // unit, most // unit  # low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if build(middle * unit, boundary).arena_bytes <= limit.bytes:
-            low = middle
-        else:
-            high = middle
-    return low * unit
+    for first, last in reversed(_ranges(build, unit, least, most, boundary)):
+        if build(first, boundary).arena_bytes > limit.bytes:
+            continue
+        low, high = first // unit, last // unit + 1  # low fits; high does not, or belongs to another range
+        while high - low > 1:
+            middle = (low + high) // 2
+            if build(middle * unit, boundary).arena_bytes <= limit.bytes:
+                low = middle
+            else:
+                high = middle
+        return low * unit
+    return None
 
 
 def _choose_boundary(policy: CachePolicy, fitting: dict[int, int], context: int) -> int:
@@ -269,7 +295,10 @@ def _too_small(policy: CachePolicy, build, budget: Budget | None, limit: Budget,
             f"positions 'cache' with these options needs rotary positions up to {least + boundary}, "
             f"beyond the model's context of {context} tokens: use fewer sinks, a smaller window or a shorter boundary interval."
         )
-    smallest = [build(policy.least_held(e), e) for e in choices]
+    smallest = []
+    for e in choices:
+        unit, least, most = _bounds(policy, None, context, e)
+        smallest += [build(first, e) for first, _ in _ranges(build, unit, least, max(most, least), e)]
     size, tokens = min(p.arena_bytes for p in smallest), min(p.capacity for p in smallest)
     meaning = f" ({limit.tokens} tokens)" if budget and budget.percent is not None else ""
     return (

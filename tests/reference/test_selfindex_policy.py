@@ -38,6 +38,13 @@ policies = st.builds(
 )
 
 
+def test_a_budget_is_spent_where_more_tokens_take_fewer_bytes():
+    """With 1,521 to 1,552 tokens the layer of the widest sliding window still keeps sinks and scores, with 1,553 it does not."""
+    policy = CachePolicy(keep="heavy", sinks=49, observe=0, element="fp32", format="selfindex", key_bits=4)
+    made = [plan(policy, MODEL, Budget(bytes=count), CONTEXT) for count in (1_002_751, 1_002_752, 1_004_800)]
+    assert [p.held for p in made] == [1457, 1553, 1553] and made[1].arena_bytes == made[2].arena_bytes == 1_002_752
+
+
 def smallest_of(error: UserError) -> tuple[int, int]:
     words = str(error).split()
     return int(words[words.index("bytes") - 1]), int(words[-1].removesuffix("tok."))
