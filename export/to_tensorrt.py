@@ -276,8 +276,8 @@ class Lowering:
 
     def rows(self, node: NodeProto, params: dict) -> list[str]:
         """Queries, keys and values of an attention node, unpacked. UserError when the node makes keys thinner, which our plugin cannot."""
-        if params["head_dim"] or params["latent"] or params["fused_rotary"] == layout.BY_HEAD:
-            raise UserError("This bundle keeps thin keys (projected, pairs or latent), for which there are no GPU kernels yet; run it with --engine onnxruntime.")
+        if params["head_dim"] or params["latent"]:
+            raise UserError("This bundle keeps thin keys (projected or latent), for which there are no GPU kernels yet; run it with --engine onnxruntime.")
         q, k, v = node.input[:3]
         if not k and q in self._split:
             return self._split[q]

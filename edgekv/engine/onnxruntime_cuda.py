@@ -36,7 +36,7 @@ def refusal(bundle: Bundle | None = None) -> str | None:
     if bundle is not None and bundle.compressed:
         return "compressed caches have no CUDA operators in ONNX Runtime"
     params = [layout.complete(layer["params"]) for layer in bundle.layers] if bundle is not None else []
-    if any(p["latent"] or p["head_dim"] or p["fused_rotary"] == layout.BY_HEAD for p in params):
+    if any(p["latent"] or p["head_dim"] for p in params):
         return "thin keys have no CUDA operators in ONNX Runtime"
     return None
 

@@ -40,7 +40,7 @@ __global__ void append_rows(const Step s) {
     Elem* k = plane<Elem>(l, l.at.tail_k);
     Elem* v = plane<Elem>(l, l.at.tail_v) + (size_t(h) * p.tail_slots + slot) * p.value_dim;
     for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x))
-      k[key_offset(h, slot, d, p.tail_slots, p.key_dim)] = from_float<Elem>(load_rotated(s, s.k, t, h, d));
+      k[key_offset(h, slot, d, p.tail_slots, p.key_dim)] = from_float<Elem>(load_key(s, t, h, d));
     for (int d = int(threadIdx.x); d < p.value_dim; d += int(blockDim.x))
       v[d] = from_float<Elem>(load_number(s.half, s.v.data, t * s.v.row + h * s.v.head + d));
     return;
@@ -49,7 +49,7 @@ __global__ void append_rows(const Step s) {
   if (!keeps_scores(p) || observed < 0) return;
   const int head = h - p.kv_heads;
   Elem* q = plane<Elem>(l, l.at.tail_q) + (size_t(head) * p.observe + observed) * p.key_dim;
-  for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x)) q[d] = from_float<Elem>(load_rotated(s, s.q, t, head, d));
+  for (int d = int(threadIdx.x); d < p.key_dim; d += int(blockDim.x)) q[d] = from_float<Elem>(load_query(s, t, head, d));
 }
 
 }  // namespace cuda

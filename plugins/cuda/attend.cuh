@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(RowsPerWarp, ValueChun
   for (int i = int(threadIdx.x); i < kRows * q_stride; i += kThreads) {
     const int r = first_row + i / q_stride, d = i % q_stride;
     const RowOf row = row_of(p, kv_head, r);
-    queries[i] = r < all_rows && d < p.key_dim ? load_rotated(s, s.q, row.t, row.head, d) : 0.0f;
+    queries[i] = r < all_rows && d < p.key_dim ? load_query(s, row.t, row.head, d) : 0.0f;
   }
 
   float total[RowsPerWarp][ValueChunks][2], total_max[RowsPerWarp], total_sum[RowsPerWarp];  // over finished splits (Walk)

@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads) score_tables(const Retrieval r) {
   const int group = p.q_heads / p.kv_heads, first = interval_of(b, b.positions[c.lo]);
   if (threadIdx.x == 0) count_retrieval(r, b, c, first);
   for (int d = int(threadIdx.x); d < dim; d += kThreads) {
-    float x = load_rotated(r.s, r.s.q, t, kv_head * group, d);
-    for (int g = 1; g < group; ++g) x = __fadd_rn(x, load_rotated(r.s, r.s.q, t, kv_head * group + g, d));
+    float x = load_query(r.s, t, kv_head * group, d);
+    for (int g = 1; g < group; ++g) x = __fadd_rn(x, load_query(r.s, t, kv_head * group + g, d));
     turned[d] = sum[d] = __fmul_rn(x, p.scale);
   }
   __syncthreads();

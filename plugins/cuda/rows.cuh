@@ -20,7 +20,7 @@ struct Step {
   Layer layer;
   Rows q, k, v;
   int half;                   // q, k, v and y are float16 instead of float32
-  const void* cos;            // [T, table], with fused_rotary only; the first rotary_dim / 2 columns are used
+  const void* cos;            // [T, table], with fused_rotary only; the first rotary_dim / 2 columns are used, or those of each kv head
   const void* sin;
   int table;                  // columns of cos and sin
   int table_half;             // cos and sin are float16 instead of float32
@@ -56,9 +56,9 @@ EDGEKV_DEVICE void store_activation(const Step& s, void* data, long long at, flo
   else static_cast<float*>(data)[at] = v;
 }
 
-// Number d of row t, head h, rotated when the op does that. Products are rounded before one fma combines them, so that every
-// kernel that asks gets the same bits.
-EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int d) {
+// Number d of row t, head h, which belongs to kv_head, rotated when the op does that. Products are rounded before one fma combines them, so
+// that every kernel that asks gets the same bits.
+EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int kv_head, int d) {
   const long long at = t * x.row + h * x.head;
   const LayerParams& p = s.layer.p;
   const float own = load_number(s.half, x.data, at + d);
@@ -68,10 +68,14 @@ EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int
   const bool second = p.rotary_interleaved ? d & 1 : d >= half;
   const int distance = p.rotary_interleaved ? 1 : half;
   const float other = load_number(s.half, x.data, at + (second ? d - distance : d + distance));
-  const long long angle = (long long)t * s.table + pair;
+  const long long angle = (long long)t * s.table + (turns_by_head(p) ? kv_head * half : 0) + pair;
   const float product = __fmul_rn(other, load_number(s.table_half, s.sin, angle));
   return fmaf(own, load_number(s.table_half, s.cos, angle), second ? product : -product);
 }
+EDGEKV_DEVICE float load_query(const Step& s, int t, int h, int d) {
+  return load_rotated(s, s.q, t, h, h / (s.layer.p.q_heads / s.layer.p.kv_heads), d);
+}
+EDGEKV_DEVICE float load_key(const Step& s, int t, int h, int d) { return load_rotated(s, s.k, t, h, h, d); }
 
 }  // namespace cuda
 }  // namespace edgekv

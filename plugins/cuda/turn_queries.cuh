@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) turn_queries(const Step s) {
   const int oldest = interval_of(b, b.positions[0]);
   if (s.body_part && threadIdx.x == 0)  // retrieval counts its own
     atomicAdd(reinterpret_cast<unsigned long long*>(&header(s.layer)->traffic[kReadBodyMeta]), 2ull * p.key_dim * (b.intervals - oldest));
-  for (int d = int(threadIdx.x); d < p.key_dim; d += kThreads) x[d] = load_rotated(s, s.q, t, head, d);
+  for (int d = int(threadIdx.x); d < p.key_dim; d += kThreads) x[d] = load_query(s, t, head, d);
   __syncthreads();
   // Sixteen lanes add up an interval as a register of 16 numbers does, first each its own and then in halves: the oracle's order, on which
   // the second ranking rests.

@@ -80,9 +80,7 @@ std::vector<PluginField> fields_of(const LayerParams& p) {
 bool params_of(const char* plugin, const char* name, const nvinfer1::PluginFieldCollection* given, LayerParams& p) {
   char sentence[256];
   const char* wrong = given ? read_params(*given, p) : "every attribute";
-  const char* projected = p.head_dim || p.latent ? "this plugin stores keys as they come and cannot make them thinner (attributes head_dim, latent)"
-                          : turns_by_head(p)     ? "this plugin turns all heads alike (attribute fused_rotary must be 0 or 1)"
-                                                 : nullptr;
+  const char* projected = p.head_dim || p.latent ? "this plugin stores keys as they come and cannot make them thinner (attributes head_dim, latent)" : nullptr;
   const char* refused = wrong ? nullptr : projected ? projected : check_params(p);
   if (!wrong && !refused) return true;
   if (wrong)

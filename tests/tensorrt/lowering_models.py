@@ -10,6 +10,7 @@ from tiny_bundle import byte_tokenizer
 
 from edgekv.bundle import Bundle
 from edgekv.export.exporter import Options, export
+from edgekv.export.thin.make import KeyOptions
 from edgekv.policy import CachePolicy, parse_budget
 
 SHAPES = {
@@ -35,7 +36,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", positions: str = "original", **packed) -> Bundle:
+def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", positions: str = "original", keys: KeyOptions | None = None, **packed) -> Bundle:
     """A bundle of a random two-layer model with a vocabulary of bytes; boundary interval 32, chunk 32. packed: fields of a policy with
     format = selfindex."""
     kind, options = SHAPES[name]
@@ -55,5 +56,5 @@ def tiny(folder: Path, name: str, weights: str = "fp32", keep: str = "window", p
         score="attention" if keep == "heavy" else None, score_normalise=keep == "heavy", element="fp16", positions=positions, boundary=32, **packed,
     )  # fmt: skip
     budget = None if keep == "full" else parse_budget("128tok")
-    target = folder / "-".join([name, weights, keep, *([packed["format"]] if packed else [])])
-    return export(str(source), target, Options(policy, budget, weights, context=512, chunk=32, check_parity=False, force=True))
+    target = folder / "-".join([name, weights, keep, *([packed["format"]] if packed else []), *([keys.form] if keys else [])])
+    return export(str(source), target, Options(policy, budget, weights, context=512, chunk=32, check_parity=False, force=True, keys=keys))

@@ -117,6 +117,26 @@ def test_fused_rotation_equals_rotating_before(emulated):
             np.testing.assert_allclose(y, want, atol=5e-3)
 
 
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_every_kv_head_may_turn_at_frequencies_of_its_own(emulated, interleaved):
+    params = make_params("full", 64, 16, "fp32", rotary_dim=6, rotary_interleaved=interleaved)
+    text, where, random = Text(params, 16), np.arange(9), np.random.default_rng(0)
+    inv_freq = random.uniform(0.1, 1.0, (2, 3)).astype(np.float32)
+    angle = (where[:, None, None] * inv_freq).reshape(9, 6)
+
+    def turned(x):
+        parts = np.split(x[:9].transpose(1, 0, 2), 2)  # query heads of each kv head
+        return np.concatenate([rotate(part, where, inv_freq[h], 6, bool(interleaved)) for h, part in enumerate(parts)]).transpose(1, 0, 2)
+
+    want = ReferenceCache(params).attend(turned(text.q), turned(text.k), text.v[:9], 0)
+    cache = EmulatedCache(emulated, params | {"fused_rotary": layout.BY_HEAD})
+    cos, sin = (f(angle).astype(np.float32) for f in (np.cos, np.sin))
+    np.testing.assert_allclose(cache.attend(text.q[:9], text.k[:9], text.v[:9], 0, cos=cos, sin=sin), want, atol=2e-6)
+    np.testing.assert_allclose(layout.read_keys(cache.view.tail_k, 0, 9), turned(text.k).transpose(1, 0, 2), atol=1e-6)
+    with pytest.raises(Exception, match="rotary_dim / 2 columns for every kv head"):
+        cache.attend(text.q[:9], text.k[:9], text.v[:9], 0, cos=cos[:, :3], sin=sin[:, :3])
+
+
 def test_float16_activations(emulated):
     params = make_params("window", 64, 32, "fp16", sinks=4)
     runner, cache, text = prepared(emulated, params, 100)

@@ -10,8 +10,11 @@ from lowering_models import tiny
 
 from edgekv import layout, native
 from edgekv.engine.onnxruntime import OnnxRuntimeEngine, session_options
+from edgekv.engine.ring import Ring
 from edgekv.errors import UserError
 from edgekv.export.to_tensorrt import OPSET, Lowering, attention_params, lower
+from edgekv.export.thin.make import KeyOptions
+from edgekv.export.thin.ranks import parse as parse_rank
 from edgekv.export.to_tensorrt_data import Blocks, Sink, Source
 from edgekv.retrieval import parse_retrieval
 
@@ -86,7 +89,7 @@ def lowered_logits(bundle, graph, half: bool) -> np.ndarray:
         if end % 32 == 0:
             rank = min(end, max(p.body_slots for p in params)) if params[0].positions else end
             for i, (p, state) in enumerate(zip(params, states)):
-                native.compact(p, state, end, rank, np.asarray(bundle.inv_freq(i), np.float32) if p.rotary_dim else None)
+                native.compact(p, state, end, rank, np.asarray(bundle.inv_freq(i), np.float32) if p.rotary_dim and p.positions else None)
             shift = end - rank
             for layer, state in zip(bundle.layers, states):
                 if layout.is_selfindex(layer["params"]):
@@ -143,6 +146,25 @@ def test_a_compressed_cache_is_lowered(folder, tmp_path, name, weights):
         assert np.abs(got - want).max() <= 2e-4 * max(want.std(), 1)
     else:  # rounded otherwise, a row now and then retrieves another token
         assert np.abs(got - want).mean() <= 0.1 * want.std()
+
+
+@pytest.mark.parametrize("packed", [{}, PACKED])
+def test_keys_of_fewer_rotary_pairs_are_lowered(folder, tmp_path, packed):
+    """Tables with columns for every kv head reach the plugin as they are; without the plugin there is nothing that could read them."""
+    keys = KeyOptions(parse_rank("50%"), "pairs", None, 384, 0)
+    bundle = tiny(folder, "llama", "fp32", "full" if packed else "window", keys=keys, **packed)
+    assert bundle.layers[0]["params"]["fused_rotary"] == layout.BY_HEAD and bundle.layers[0]["params"]["key_dim"] == 8
+    want = bundle_logits(bundle)
+    for half in (False, True):
+        target = tmp_path / f"half-{half}"
+        target.mkdir()
+        got = lowered_logits(bundle, lower(bundle, target, half=half).graph, half)
+        if packed and half:
+            assert np.abs(got - want).mean() <= 0.1 * want.std()
+        else:
+            assert np.abs(got - want).max() <= (0.03 if half else 1e-3 if packed else 2e-4) * max(want.std(), 1)
+    with pytest.raises(UserError, match="thin keys cannot be built without edgekv's plugin"):
+        Ring(bundle.layers[0]["params"] | ({} if packed else {"format": 0}))
 
 
 def test_every_node_is_what_a_parser_of_opset_21_knows(folder, tmp_path):

@@ -27,6 +27,7 @@ CASES = {
     "full": make_params("full", 128, 32, "fp32"),
     "window": make_params("window", 64, 32, "fp16", sinks=4, softcap=3.0),
     "heavy": make_params("heavy", 64, 32, "fp16", "cache", sinks=4, window=16, observe=32, rotary_dim=6, fused_rotary=1),
+    "by head": make_params("window", 64, 32, "fp32", rotary_dim=6, fused_rotary=layout.BY_HEAD),
     "sliding": make_params("window", 32, 32, "fp32", sliding_window=20, q_heads=3, kv_heads=1),
 }
 
@@ -51,6 +52,8 @@ def test_outputs_and_state_of_the_cpu_op(cuda, case, form):
         feeds["position"] = np.array([start])
         if tables:
             angle = (np.arange(start, start + rows)[:, None] * np.asarray(INV_FREQ)).astype(np.float32)
+            if tables == layout.BY_HEAD:
+                angle = np.concatenate([angle, angle * np.float32(0.37)], 1)  # a second kv head that turns slower
             feeds |= {"cos": np.cos(angle)[None], "sin": np.sin(angle)[None]}
         got, want = (run(session, state, **feeds) for session, state in zip((ours, theirs), states))
         np.testing.assert_allclose(got, want, atol=2e-5 if params.element == layout.ELEMENTS["fp32"] else 2e-3)
@@ -60,7 +63,7 @@ def test_outputs_and_state_of_the_cpu_op(cuda, case, form):
             np.testing.assert_allclose(a, b, atol=1e-6 if params.element == layout.ELEMENTS["fp32"] else 1e-3, err_msg=plane)
         end = start + rows
         if end % 32 == 0:  # compaction is no op: the CPU's on both
-            inv_freq = np.asarray(INV_FREQ, np.float32) if params.rotary_dim else None
+            inv_freq = np.asarray(INV_FREQ, np.float32) if params.positions else None
             for state in states:
                 native.compact(params, state, end, min(end, 64) if params.positions else end, inv_freq)
 

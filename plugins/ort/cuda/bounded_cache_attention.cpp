@@ -22,7 +22,7 @@ struct Kernel {
 int Kernel::create(const KernelInfo* info) {
   std::vector<float> unused;
   if (read_params(api, info, &p, &unused)) return 1;
-  if (p.format != kFormatDense || p.head_dim || p.latent || turns_by_head(p)) return fail("compressed caches and thin keys run on the CPU provider");
+  if (p.format != kFormatDense || p.head_dim || p.latent) return fail("compressed caches and thin keys run on the CPU provider");
   return 0;
 }
 
