@@ -119,17 +119,18 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     return bundle.open_bundle(target, verify=False)
 
 
-def whole_geometry(source: load.Source, context: int, report: Report, form: str = "projected", rounded: bool = False) -> list[LayerGeometry]:
-    """What every layer of a model stores, its rotation included; the graph that tells is thrown away. UserError as for an export, with
-    thin keys of this form; see into_graph.check."""
+def whole_geometry(source: load.Source, context: int, report: Report, form: str | None, rounded: bool = False) -> tuple[list[LayerGeometry], str]:
+    """What every layer of a model stores, its rotation included, and the form of thin keys: the one given, or the one to be trained when none
+    is (into_graph.to_train). The graph that tells is thrown away. UserError as for an export with thin keys of this form; see into_graph.check."""
     hollow = _build(source)
     rope.freeze(hollow, context)
     with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
         geometry = trace.discover(hollow)
     traced, rotations = _trace(source, hollow, len(geometry), report)
     complete = _complete(traced, geometry, rotations)
+    form = form or into_graph.to_train(traced, complete)
     into_graph.check(traced, form, complete, rounded)
-    return complete
+    return complete, form
 
 
 def _trace(source: load.Source, hollow: Any, layers: int, report: Report) -> tuple[Any, dict[int, Rotation]]:

@@ -1,4 +1,4 @@
-"""A decode step of one layer with whole, with projected and with latent keys, in turns: python tools/bench_thin_keys.py [--heads 9 3 64] [--depths ...]
+"""A decode step of one layer with whole keys, projected ones, fewer rotary pairs and latent ones, in turns: python tools/bench_thin_keys.py [--heads 9 3 64] [--depths ...]
 
 Prints processor time of one thread per step, the shortest of --runs rounds, and the ratio to whole keys of the same rounds. Every depth
 works through as many states as --bytes hold, so that from a certain depth on keys and values come from memory, as in a model of many layers.
@@ -70,21 +70,24 @@ def main() -> None:
     print(f"{q_heads}/{kv_heads} heads of {head}, fp16, {native.isa()}, load {os.getloadavg()[0]:.1f}")
     for depth in given.depths:
         cases = {}
-        thin = [("projected", rank) for rank in given.ranks] + [("latent", rank) for rank in given.latent]
+        thin = [(form, rank) for form in ("projected", "pairs") for rank in given.ranks] + [("latent", rank) for rank in given.latent]
         for form, rank in [("whole", head), *thin]:
+            thinner = form in ("projected", "pairs")
             params = layout.complete({
-                "q_heads": q_heads, "kv_heads": kv_heads, "key_dim": rank if form == "projected" else head, "value_dim": head,
-                "body_slots": -(-depth // 16) * 16, "tail_slots": 64, "scale": 0.1, "rotary_dim": head, "fused_rotary": 1,
+                "q_heads": q_heads, "kv_heads": kv_heads, "key_dim": rank if thinner else head, "value_dim": head, "body_slots": -(-depth // 16) * 16,
+                "tail_slots": 64, "scale": 0.1, "rotary_dim": rank if form == "pairs" else head, "fused_rotary": layout.BY_HEAD if form == "pairs" else 1,
                 "head_dim": head if form == "projected" else 0, "latent": rank if form == "latent" else 0,
             })  # fmt: skip
             shapes = {
-                "whole": {}, "projected": {"query_map": (q_heads, head, rank), "key_map": (kv_heads, head, rank)},
+                "whole": {}, "pairs": {}, "projected": {"query_map": (q_heads, head, rank), "key_map": (kv_heads, head, rank)},
                 "latent": {"key_encode": (kv_heads * head, rank), "key_decode": (kv_heads, rank + 1, head), "inv_freq": (head // 2,)},
             }  # fmt: skip
             maps = {name: random.standard_normal(shape, np.float32) * 0.1 for name, shape in shapes[form].items()}
             maps |= {name: array.astype(layout.element_dtype(params["element"])) for name, array in maps.items() if form == "projected"}
             count = max(1, min(30, given.bytes // layout.state_bytes(params)))
-            cases[form, rank] = (step_of(native.LayerParams(**params), rows, depth, maps), make_states(params, depth, count, 1), [], maps)
+            tables = {name: np.tile(rows[name][:, : rank // 2], kv_heads) for name in ("cos", "sin")}
+            fewer = {name: np.ascontiguousarray(rows[name][..., :rank]) for name in "qk"} | tables if form == "pairs" else {}
+            cases[form, rank] = (step_of(native.LayerParams(**params), rows | fewer, depth, maps), make_states(params, depth, count, 1), [], maps)
         for _ in range(given.runs):
             for step, states, times, _ in cases.values():
                 begun = time.process_time()

@@ -12,7 +12,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation),
-    pairs or latent. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
+    pairs or latent; None: pairs where they can be left out and something is there to learn, else projected. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
     products in both trainings; maps are calibrated and perplexities measured in float32. weights: what those that learn are read as
     meanwhile, see rounding.py. control: train whole keys on the same data too."""
 
     rank: str
     texts: tuple[Path, ...]
-    form: str = "projected"
+    form: str | None = None
     steps: int = 200
     batch: int = 8
     length: int = 512
@@ -97,12 +97,16 @@ def make_model(
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
     # only what is still to be done needs it
-    geometry = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4"))
+    looked = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4"))
+
+    def geometry() -> list[LayerGeometry]:
+        return looked()[0]
+
     with training_folder.beginning(work):
-        # A cache keeps the latest keys whole beside latent ones. They must stay what they were, so of latent keys only the maps learn.
-        names = trainable.key_side(plain, corpus.training[0, :8]) if options.form != "latent" else []
-        if options.form == "pairs" and not names:
-            raise UserError("This model makes queries, keys and values with one matrix, which is not trained, so with --key-form pairs nothing could learn.")
+        names = trainable.key_side(plain, corpus.training[0, :8])
+        options = replace(options, form=_form(options.form, work, names, looked))
+        if options.form == "latent":
+            names = []  # a cache keeps the latest keys whole beside latent ones, and those must stay what they were: only the maps learn
         rounded = _rounded(plain, names, options)
         start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
 
@@ -142,6 +146,16 @@ def make_model(
         figures = _finish(source, student, names, corpus, accelerator, target, work, options, context, before, control)
     accelerator.wait_for_everyone()
     return figures if main else {}
+
+
+def _form(wanted: str | None, work: Path, names: list[str], looked: Callable[[], tuple[list[LayerGeometry], str]]) -> str:
+    """The form that was asked for, or that the work in progress has, or that suits the model. UserError when nothing could learn."""
+    if wanted is None and map_file.there(work / "start"):
+        return map_file.load(work / "start", AGAIN)[0].form
+    form = wanted or (looked()[1] if names else "projected")
+    if form == "pairs" and not names:
+        raise UserError("This model makes queries, keys and values with one matrix, which is not trained, so with --key-form pairs nothing could learn.")
+    return form
 
 
 def _rounded(plain: Any, names: list[str], options: Options) -> list[str]:

@@ -109,6 +109,16 @@ def _bent(traced: Any) -> list[int]:
     return [layer for layer, node in enumerate(_nodes(traced)) if thin_keys.straight(node) is None]
 
 
+def _fixed(traced: Any, geometry: Sequence[LayerGeometry]) -> list[int]:
+    """Layers whose rotary pairs cannot leave their weights."""
+    return [layer for layer, node in enumerate(_nodes(traced)) if not geometry[layer].rotary_dim or thin_keys.straight(node, rotates=True) is None]
+
+
+def to_train(traced: Any, geometry: Sequence[LayerGeometry]) -> str:
+    """The form that a model which will be trained for thin keys decodes fastest with: pairs where they can be left out."""
+    return "projected" if _fixed(traced, geometry) else "pairs"
+
+
 def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced: Any, name: str) -> str:
     """What keys get thinner by; UserError when the model was trained for something else."""
     wanted, trained = options.form if options else None, saved[0].form if saved else None
@@ -126,12 +136,10 @@ def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], rounded: bo
         raise UserError("Maps of this model are multiplied into its weights, which takes those off any grid; leave out --weights int4.")
     if form == "absorbed" and bent:
         raise UserError(thin_keys.WHY_NOT.format(layer=bent[0]))
-    if form == "pairs":
-        for layer, node in enumerate(nodes):
-            if not geometry[layer].rotary_dim or thin_keys.straight(node, rotates=True) is None:
-                raise UserError(
-                    f"Rotary pairs can be left out where a rotation is all that comes between a linear layer and the scores, and in layer {layer} it is not; use --key-form projected."
-                )
+    if form == "pairs" and (fixed := _fixed(traced, geometry)):
+        raise UserError(
+            f"Rotary pairs can be left out where a rotation is all that comes between a linear layer and the scores, and in layer {fixed[0]} it is not; use --key-form projected."
+        )
     if form != "latent":
         return
     for layer in bent:

@@ -24,7 +24,7 @@ from edgekv.export.thin import finetune, map_file, rounding, train, trainable
 from edgekv.export.thin.finetune import Options
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-OPTIONS = {"rank": "50%", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2, "transfer_steps": 3}
+OPTIONS = {"rank": "50%", "form": "projected", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2, "transfer_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,14 @@ def test_with_fewer_rotary_pairs_the_weights_alone_learn(llama, text, tmp_path):
         assert {next(a.i for a in node.attribute if a.name == "bits") for node in products[:-1]} == bits  # the last is the LM head
 
 
+@pytest.mark.parametrize("name, form", [("llama", "pairs"), ("qwen3", "projected"), ("phi3", "projected"), ("opt", "projected")])
+def test_the_form_follows_from_the_model_when_none_is_given(text, tmp_path, name, form):
+    """Also for the same command after a run that was stopped, whose work says it."""
+    model, first = make(tmp_path / "model", name), []
+    assert run(model, tmp_path / "thin", text, form=None, stop=lambda step: bool(first.append(step)) or len(first) > 1) is None
+    assert run(model, tmp_path / "thin", text, form=None)["form"] == form == map_file.load(tmp_path / "thin")[0].form
+
+
 def test_a_model_with_one_matrix_for_all_three_has_nothing_that_pairs_could_train(text, tmp_path):
     with pytest.raises(UserError, match="with one matrix, which is not trained"):
         run(make(tmp_path / "phi3", "phi3"), tmp_path / "thin", text, form="pairs")
@@ -268,7 +276,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
 
 def command(model, target, text, *more):
     return [
-        "finetune", str(model), "-o", str(target), "--key-rank", "50%", "--text", str(text), "--steps", "4", "--batch", "4", "--length", "32",
+        "finetune", str(model), "-o", str(target), "--key-rank", "50%", "--key-form", "projected", "--text", str(text), "--steps", "4", "--batch", "4", "--length", "32",
         "--calibrate-tokens", "256", "--calibrate-steps", "2", "--transfer-steps", "3", "--loss", "both", "--rate", "0.02", *more,
     ]  # fmt: skip
 

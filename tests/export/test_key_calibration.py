@@ -56,7 +56,7 @@ def test_attention_through_maps_is_the_formula(rank, value_dim):
 
 def test_other_positions_change_keys_but_no_score(model):
     source, loaded = model
-    geometry = exporter.whole_geometry(source, 128, lambda stage, done, total: None)
+    geometry, _ = exporter.whole_geometry(source, 128, lambda stage, done, total: None, None)
     starts = [0, 40, 77]
     for plain, turned in zip(stream.layers(loaded, CHUNKS), stream.turned(stream.layers(loaded, CHUNKS), geometry, starts), strict=True):
         rotary = bool(geometry[plain.layer].inv_freq)

@@ -19,7 +19,7 @@ def made(request, tmp_path_factory):
     name, form = [*request.param.split(), "projected"][:2]
     source = load.find(str(make(tmp_path_factory.mktemp(name) / "model", name)))
     model = load_model(source, 128).requires_grad_(False)
-    geometry = exporter.whole_geometry(source, 128, lambda stage, done, total: None, form)
+    geometry, _ = exporter.whole_geometry(source, 128, lambda stage, done, total: None, form)
     start = from_chunks(model, CHUNKS, geometry, ranks.parse("50%"), form, 0, 128, lambda stage, done, total: None).maps
     return model, geometry, trainable.key_side(model, CHUNKS[0, :8]), start
 
