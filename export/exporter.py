@@ -105,6 +105,8 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
         if thin is not None:
             manifest["keys"] = into_graph.record(thin, params, whole)
+            gone = sum((w.q_heads + w.kv_heads) * (w.given_dim - g.given_dim) for w, g in zip(whole, geometry, strict=True))
+            manifest["model"]["parameters"] -= manifest["model"]["hidden"] * gone  # pairs and absorbed keys make matrices smaller
         if source.cut_head:
             manifest["draft"] = {"head_tokens": len(source.token_ids), "coverage": source.coverage}
         if said is not None:

@@ -245,7 +245,7 @@ def shape_from_bundle(path: str | Path) -> ModelShape:
     hidden, vocab = model["hidden"], model["vocab"]
     parameters, tied = model.get("parameters"), model.get("tied_embedding") is not False
     known = isinstance(parameters, int) and not isinstance(parameters, bool) and 0 < parameters < 1 << 50
-    attention = sum(hidden * (2 * g.q_heads * g.value_dim + g.kv_heads * (g.given_dim + g.value_dim)) for g in layers)
+    attention = sum(hidden * (g.q_heads + g.kv_heads) * (g.given_dim + g.value_dim) for g in layers)
     tables = [Matrix("head", vocab, hidden)] + ([] if tied else [Matrix("embedding", vocab, hidden)])
     rest = max(parameters - attention - len(tables) * hidden * vocab, 0) if known else 0
     return ModelShape(

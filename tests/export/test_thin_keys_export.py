@@ -71,6 +71,10 @@ def test_rotary_pairs_leave_the_graph(tmp_path, name, rank):
         params = layer["params"]
         assert params["key_dim"] == rank < params["value_dim"] and params["fused_rotary"] == layout.BY_HEAD and params["head_dim"] == 0
     nodes = [node for node in ir.load(made.graph_path).graph if node.op_type == "BoundedCacheAttention"]
+    whole = sum((p["q_heads"] + p["kv_heads"]) * p["value_dim"] for p in (layer["params"] for layer in made.layers))
+    kept = sum((p["q_heads"] + p["kv_heads"]) * p["key_dim"] for p in (layer["params"] for layer in made.layers))
+    original = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "model").parameters())
+    assert made.model["parameters"] == original - made.model["hidden"] * (whole - kept)
     splits = {value.producer() for node in nodes for value in node.inputs[5:7]}
     assert len(splits) == 2 and {split.op_type for split in splits} == {"Split"}  # cos and sin, gathered for all layers at once
 
