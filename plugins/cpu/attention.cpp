@@ -24,7 +24,7 @@ int check_rows(const LayerParams& p, const StepInputs& in, const StateHeader& he
   if (!p.fused_rotary) return 0;
   if (in.cos == nullptr || in.sin == nullptr) return fail("fused_rotary needs the inputs cos and sin");
   if (p.rotary_dim == 0) return fail("fused_rotary needs a rotary_dim");
-  if (const int64_t all = int64_t(p.kv_heads) * (p.rotary_dim / 2); turns_by_head(p))
+  if (const int64_t all = int64_t(p.kv_heads) * (p.rotary_dim / 2); p.fused_rotary == kRotaryByHead)
     return in.table_columns == all ? 0 : fail("cos and sin have %" PRId64 " columns; %d kv heads with rotary_dim %d need %" PRId64, in.table_columns, p.kv_heads, p.rotary_dim, all);
   if (in.table_columns != p.rotary_dim / 2 && in.table_columns != p.rotary_dim)
     return fail("cos and sin have %" PRId64 " columns; rotary_dim %d needs %d or %d", in.table_columns, p.rotary_dim, p.rotary_dim / 2,

@@ -74,7 +74,7 @@ struct Step {
 };
 
 // Where the columns of a kv head begin in a row of the rotary tables.
-static inline int64_t table_at(const LayerParams& p, int head) { return turns_by_head(p) ? int64_t(head) * (p.rotary_dim / 2) : 0; }
+static inline int64_t table_at(const LayerParams& p, int head) { return p.fused_rotary == kRotaryByHead ? int64_t(head) * (p.rotary_dim / 2) : 0; }
 
 // Result of attending some slots: not yet divided by the sum. Scores are in units of log2. Layout of one row, in floats:
 // [0, width) weighted sum of values, [width, width + 16) sums of weights by lane, [width + 16] largest score.

@@ -46,7 +46,7 @@ edgekv::cuda::Step make_step(const edgekv::LayerParams& p, void* state, const Ed
 int check_rows(const edgekv::LayerParams& p, const EdgekvStep& step) {
   if (const char* sentence = edgekv::check_params(p)) return refuse(sentence);
   if (step.rows < 1 || step.rows > p.tail_slots) return refuse("a step has between 1 and tail_slots rows");
-  if (edgekv::turns_by_head(p) && (!step.cos || !step.sin || step.table != p.kv_heads * (p.rotary_dim / 2)))
+  if (p.fused_rotary == edgekv::kRotaryByHead && (!step.cos || !step.sin || step.table != p.kv_heads * (p.rotary_dim / 2)))
     return refuse("fused_rotary 2 needs cos and sin with rotary_dim / 2 columns for every kv head");
   if (p.fused_rotary && (!step.cos || !step.sin || step.table < p.rotary_dim / 2)) return refuse("fused_rotary needs cos and sin with rotary_dim / 2 columns");
   return 0;

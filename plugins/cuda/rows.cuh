@@ -68,7 +68,7 @@ EDGEKV_DEVICE float load_rotated(const Step& s, const Rows& x, int t, int h, int
   const bool second = p.rotary_interleaved ? d & 1 : d >= half;
   const int distance = p.rotary_interleaved ? 1 : half;
   const float other = load_number(s.half, x.data, at + (second ? d - distance : d + distance));
-  const long long angle = (long long)t * s.table + (turns_by_head(p) ? kv_head * half : 0) + pair;
+  const long long angle = (long long)t * s.table + (p.fused_rotary == kRotaryByHead ? kv_head * half : 0) + pair;
   const float product = __fmul_rn(other, load_number(s.table_half, s.sin, angle));
   return fmaf(own, load_number(s.table_half, s.cos, angle), second ? product : -product);
 }

@@ -62,6 +62,7 @@ enum Keep : int32_t { kKeepFull = 0, kKeepWindow = 1, kKeepHeavy = 2 };
 enum Score : int32_t { kScoreAttention = 0, kScoreKeys = 1 };
 enum Format : int32_t { kFormatDense = 0, kFormatSelfIndex = 1 };
 enum Positions : int32_t { kPositionsOriginal = 0, kPositionsCache = 1 };
+enum Rotary : int32_t { kRotaryDone = 0, kRotaryFused = 1, kRotaryByHead = 2 };  // fused_rotary
 
 struct LayerParams {
 #define EDGEKV_INT(name, value) int32_t name = value;
@@ -104,7 +105,6 @@ struct StateLayout {
 };
 
 // Numbers per key and query head as a step receives them: key_dim of them are stored, projected or as they come.
-inline bool turns_by_head(const LayerParams& p) { return p.fused_rotary == 2; }
 inline int32_t given_dim(const LayerParams& p) { return p.head_dim > 0 ? p.head_dim : p.key_dim; }
 
 inline size_t element_bytes(const LayerParams& p) { return p.element == kFloat16 ? 2 : 4; }
@@ -215,8 +215,8 @@ inline const char* check_params(const LayerParams& p) {
   if (p.rotary_dim < 0 || p.rotary_dim > given_dim(p) || p.rotary_dim % 2)
     return "rotary_dim must be even and at most the size of a head";
   if (p.fused_rotary < 0 || p.fused_rotary > 2) return "fused_rotary must be 0, 1 or 2 (tables for every kv head)";
-  if (turns_by_head(p) && p.latent > 0) return "fused_rotary must be 0 or 1 with latent keys: all heads turn alike";
-  if (turns_by_head(p) && p.positions != kPositionsOriginal) return "positions must be 0 (original): keys that turn by head are not turned again";
+  if (p.fused_rotary == kRotaryByHead && p.latent > 0) return "fused_rotary must be 0 or 1 with latent keys: all heads turn alike";
+  if (p.fused_rotary == kRotaryByHead && p.positions != kPositionsOriginal) return "positions must be 0 (original): keys that turn by head are not turned again";
   if (!(p.score_decay >= 0.0f && p.score_decay <= 1.0f)) return "score_decay must be between 0 and 1";
   if (!(p.softcap >= 0.0f)) return "softcap must not be negative";
   return nullptr;
