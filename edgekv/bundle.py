@@ -289,7 +289,8 @@ def _check_retrieval(policy: dict[str, Any], demand: Callable[[bool, str], None]
     except UserError:
         good = False
     demand(good, "policy.retrieve does not say how many compressed tokens are attended to")
-    demand(_is_int(policy.get("rerank"), 1, MOST_RERANK), "policy.rerank is not a sensible number")
+    rerank = policy.get("rerank")
+    demand(rerank is None or _is_int(rerank, 1, MOST_RERANK), "policy.rerank is not a sensible number")
 
 
 def _check_params(layer: dict[str, Any], index: int, demand: Callable[[bool, str], None]) -> None:

@@ -51,7 +51,7 @@ class CachePolicy:
     key_bits         bits per magnitude of a compressed key, beside the sign: 2 or 4 (selfindex; default 4)
     value_bits       bits per number of a compressed value, 2, 4 or 8 (selfindex; default 4)
     retrieve         compressed tokens that a generated token attends to: "96", "7.5%" or "all" (selfindex; default 7.5%)
-    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; default 2, of latent keys 1)
+    rerank           candidates per retrieved token that are ranked again by their stored keys (selfindex; None: retrieval.candidates_for; of latent keys 1)
     """
 
     keep: str = "full"
@@ -143,8 +143,8 @@ class CachePolicy:
             window = min((share + LANES // 2) // LANES * LANES, room)
         filled = {}
         if self.compresses:
-            defaults = zip(SELFINDEX_OPTIONS, (DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS, DEFAULT_RETRIEVE, DEFAULT_RERANK), strict=True)
-            filled = {name: default for name, default in defaults if getattr(self, name) is None}
+            defaults = {"key_bits": DEFAULT_KEY_BITS, "value_bits": DEFAULT_VALUE_BITS, "retrieve": DEFAULT_RETRIEVE}
+            filled = {name: default for name, default in defaults.items() if getattr(self, name) is None}
         return dataclasses.replace(
             self,
             sinks=sinks,

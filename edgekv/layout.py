@@ -89,7 +89,7 @@ HEADER = np.dtype(
         ("hidden_from", "<i4"),
         ("hidden_to", "<i4"),
         ("retrieve", "<i4"),
-        ("rerank", "<i4"),
+        ("candidates", "<i4"),
         ("reserved1", "u1", (68,)),
         ("traffic", "<u8", (16,)),
     ]

@@ -248,7 +248,7 @@ def retrieve(
     """Body slots that each of T rows should attend to, found by their sign codes: int32 [kv_heads, T, k], ascending, -1 behind the
     last where a row sees fewer than k.
 
-    The header's `retrieve` and `rerank` say how: k = min(retrieve, body_count), and rerank * k candidates are ranked again by
+    The header's `retrieve` and `candidates` say how: k = min(retrieve, body_count), and if that is more, `candidates` are ranked again by
     their stored keys. retrieve = 0 gives k = 0: attend to all. q, position, cos, sin and query_map as in attend(); of the state only the
     traffic counters change. scored: [kv_heads, T, 1 + group, k], each row's slots followed by the bits of their float32 scores for the
     query heads of the kv head, which attend() then need not find again.

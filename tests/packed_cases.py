@@ -83,11 +83,11 @@ def scan_scores(cache: SelfIndexCache, head: int, query: np.ndarray) -> np.ndarr
     return np.array([sum(int(table[g, c]) for g, c in enumerate(codes[i])) + bias[where[i] // p["tail_slots"]] for i in range(cache.count)])
 
 
-def expect_slots(cache: SelfIndexCache, text: Text, position: int, rows: int, got: np.ndarray, retrieve: int, rerank: int) -> None:
+def expect_slots(cache: SelfIndexCache, text: Text, position: int, rows: int, got: np.ndarray, retrieve: int, candidates: int) -> None:
     """Every row's slots are those of the oracle."""
     p = cache.params
     assert got.shape == (p["kv_heads"], rows, min(retrieve, cache.count)) and got.dtype == np.int32
-    cache.retrieve, cache.rerank = retrieve, max(rerank, 1)
+    cache.retrieve, cache.candidates = retrieve, candidates
     for row in range(rows):
         seen = visible(cache.state.body_pos[:, : cache.count], position + row, p["sliding_window"])
         query = text.q[position + row].reshape(p["kv_heads"], -1, p["key_dim"])

@@ -1,6 +1,6 @@
 """Times retrieval and sparse attention on a compressed body against full fp16 attention, side by side in one run.
 
-    python tools/bench_retrieval.py [--depth 32768] [--shape 32,8,128] [--retrieve 7.5%] [--rerank 2] [--threads 2] [--json]
+    python tools/bench_retrieval.py [--depth 32768] [--shape 32,8,128] [--retrieve 7.5%] [--rerank R] [--threads 2] [--json]
 
 Both run as ONNX Runtime nodes with states bound in place, in huge pages as the engine asks for them. --layers compressed caches take turns,
 so many that their index planes do not stay in a processor's caches, as in a model they would not; of the full caches, which are larger than
@@ -25,6 +25,7 @@ import torch
 from onnx import TensorProto, helper
 
 from edgekv import layout, machine, native
+from edgekv.retrieval import candidates_for
 
 TAIL = 256
 FULL_LAYERS = 2
@@ -66,6 +67,7 @@ class Session:
     def __init__(self, params, states, nodes_of, q_rows, position, threads):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # a session's threads must not spin while another is timed
         options.register_custom_ops_library(str(native.LIBRARY))
         fields = {name: getattr(params, name) for name, _ in params._fields_}
         nodes = [node for i in range(len(states)) for node in nodes_of(i, fields)]
@@ -124,6 +126,7 @@ def measure(args) -> dict:
     q_heads, kv_heads, dim = shape = tuple(args.shape)
     depth = args.depth // TAIL * TAIL
     k = round(float(args.retrieve[:-1]) / 100 * depth) if args.retrieve.endswith("%") else int(args.retrieve)
+    ranked = candidates_for(k, args.rerank)
     rows = {n: rng.standard_normal((1, 1, heads * dim)).astype(np.float32) for n, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))}
     packed, dense = layer(shape, depth, (args.key_bits, args.value_bits)), layer(shape, depth, None)
     small = [random_state(packed, depth, rng) for _ in range(args.layers)]
@@ -136,22 +139,22 @@ def measure(args) -> dict:
     scanning, searching, ranking = (session(packed, small, lambda i, f: [choose_node(i, f)]) for _ in range(3))
     both = session(packed, small, lambda i, f: [choose_node(i, f), attend_node(i, f, True)])
 
-    def with_header(run, retrieve, rerank):
+    def with_header(run, retrieve, candidates):
         def step():
             for state in small:
                 header = state[:256].view(layout.HEADER)[0]
-                header["retrieve"], header["rerank"] = retrieve, rerank
+                header["retrieve"], header["candidates"] = retrieve, candidates
             run()
 
         return step
 
     planes = [torch.from_numpy(layout.StateView({n: getattr(packed, n) for n, _ in packed._fields_}, s).index.reshape(-1).view(np.int64)) for s in small]
     steps = {
-        "scan": with_header(scanning, 1, 1),
-        "scan and choice": with_header(searching, k, 1),
-        "scan, choice and second ranking": with_header(ranking, k, args.rerank),
-        "retrieval and attention": with_header(both, k, args.rerank),
-        "retrieval and attention, one ranking": with_header(both, k, 1),
+        "scan": with_header(scanning, 1, 0),
+        "scan and choice": with_header(searching, k, 0),
+        "scan, choice and second ranking": with_header(ranking, k, ranked),
+        "retrieval and attention": with_header(both, k, ranked),
+        "retrieval and attention, one ranking": with_header(both, k, 0),
         "edgekv fp16, all tokens": session(dense, large, lambda i, f: [attend_node(i, f, False)]),
         "reading the index": lambda: [plane.sum() for plane in planes],
         **dict(torch_steps(shape, depth, FULL_LAYERS)),
@@ -171,7 +174,7 @@ def measure(args) -> dict:
     full = {name: t for name, t in us.items() if is_full[name]}
     fastest = min(full, key=full.get)
     return {
-        "isa": native.isa(), "threads": args.threads, "shape": shape, "depth": depth, "retrieve": k, "rerank": args.rerank,
+        "isa": native.isa(), "threads": args.threads, "shape": shape, "depth": depth, "retrieve": k, "ranked": ranked,
         "key_bits": args.key_bits, "value_bits": args.value_bits, "layers": args.layers, "load": os.getloadavg()[0], "us_per_layer": us,
         "fastest_full": fastest,
         "speedup": full[fastest] / us["retrieval and attention"],
@@ -186,7 +189,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=32768)
     parser.add_argument("--shape", type=numbers, default=[32, 8, 128], help="query heads, kv heads, head size")
     parser.add_argument("--retrieve", default="7.5%", help="tokens, or percent of the depth")
-    parser.add_argument("--rerank", type=int, default=2)
+    parser.add_argument("--rerank", type=int, help="as of edgekv run; default: what a bundle has")
     parser.add_argument("--key-bits", type=int, default=2)
     parser.add_argument("--value-bits", type=int, default=2)
     parser.add_argument("--layers", type=int, default=10)
@@ -201,7 +204,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(report, indent=1))
         return
-    print(f"{report['isa']}, {report['threads']} threads, load {report['load']:.1f}; {report['depth']} tokens, {report['retrieve']} retrieved")
+    print(f"{report['isa']}, {report['threads']} threads, load {report['load']:.1f}; {report['depth']} tokens, {report['retrieve']} retrieved of {report['ranked']}")
     for name, time_us in report["us_per_layer"].items():
         print(f"{name:40} {time_us:10.1f} us per layer")
     print(f"faster than {report['fastest_full']}: {report['speedup']:.2f}x; with one ranking {report['speedup_one_ranking']:.2f}x")

@@ -103,7 +103,7 @@ class DeviceCache:
         at = layout.HEADER.fields["retrieve"][1]
         for params, state, header in zip(self._params, self._states, self._headers, strict=True):
             if changed and params.format == layout.FORMATS["selfindex"]:
-                self.memory.write(state + at, header[at : at + 8])  # retrieve, rerank
+                self.memory.write(state + at, header[at : at + 8])  # retrieve, candidates
 
     def _read_headers(self) -> None:
         for header, state in zip(self._headers, self._states, strict=True):

@@ -10,11 +10,11 @@ from edgekv import layout
 from edgekv.bundle import Bundle
 from edgekv.engine import Reads
 from edgekv.errors import UserError
-from edgekv.retrieval import Retrieval, parse_retrieval
+from edgekv.retrieval import Retrieval, candidates_for, parse_retrieval
 
 
 class Index:
-    """Sets `retrieve` and `rerank` in every compressed layer's header, only when they change.
+    """Sets `retrieve` and `candidates` in every compressed layer's header, only when they change.
 
     states  uint8 [bytes] of every layer, at least the header, where they lie while the engine runs; or copies, which an engine
             with states elsewhere keeps up to date and sends there when something was set
@@ -26,10 +26,10 @@ class Index:
         first = layout.HEADER.fields["retrieve"][1]
         compressed = [s for s, layer in zip(states, bundle.layers, strict=True) if layout.is_selfindex(layer["params"])]
         self._headers = [state[: layout.HEADER.itemsize].view(layout.HEADER) for state in compressed]
-        self._fields = [state[first : first + 8].view(np.int32) for state in compressed]  # retrieve, rerank
+        self._fields = [state[first : first + 8].view(np.int32) for state in compressed]  # retrieve, candidates
         policy = bundle.manifest["policy"]
         self.amount: Retrieval | None = parse_retrieval(policy["retrieve"]) if compressed else None
-        self.rerank: int = policy["rerank"] if compressed else 1
+        self.rerank: int | None = policy.get("rerank") if compressed else None
         self._limit: int | None = None
         self._said: tuple[str, int | None] | None = None  # what the headers say: ("all", None) or ("some", limit); None: unknown
 
@@ -52,7 +52,7 @@ class Index:
         if self._said == ("all", None):
             return False
         for fields in self._fields:
-            fields[:] = 0, 1
+            fields[:] = 0
         self._said = "all", None
         return True
 
@@ -64,9 +64,9 @@ class Index:
             count = int(header["body_count"][0])
             wanted = self.amount.resolve(count)
             if self._limit is not None and self._limit < (wanted or count):
-                fields[:] = self._limit, 1
+                fields[:] = self._limit, 0
             else:
-                fields[:] = wanted, self.rerank
+                fields[:] = wanted, candidates_for(wanted, self.rerank)
         self._said = "some", self._limit
         return True
 

@@ -14,14 +14,14 @@ from edgekv.memory.residency import dram_saving, hit_rate
 from edgekv.memory.traffic import committed, step_traffic
 from edgekv.memory.weights import WeightFormat, streams
 from edgekv.policy import Plan
-from edgekv.retrieval import parse_retrieval
+from edgekv.retrieval import candidates_for, parse_retrieval
 
 KV_READS = ("read_body_keys", "read_body_values", "read_tail_keys", "read_tail_values", "read_body_index", "read_body_meta")
 
 
 @lru_cache(maxsize=4096)
-def _layer_traffic(items: tuple, position: int, retrieve: int, rerank: int, scored: bool) -> dict[str, int]:
-    return step_traffic(dict(items), position, retrieve=retrieve, rerank=rerank, scored=scored)
+def _layer_traffic(items: tuple, position: int, retrieve: int, candidates: int, scored: bool) -> dict[str, int]:
+    return step_traffic(dict(items), position, retrieve=retrieve, candidates=candidates, scored=scored)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def step_bytes(shape: ModelShape, weights: Mapping[str, int], cache: Plan, posit
     for params in cache.layers:
         shared = {**params, "layer": 0, "sliding_window": _effective_window(params)}
         retrieve = parse_retrieval(policy.retrieve).resolve(committed(params, position)[1]) if layout.is_selfindex(params) else 0
-        rerank = policy.rerank or 1
-        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, rerank, decode_on == "cpu")
+        ranked = candidates_for(retrieve, policy.rerank)
+        traffic = _layer_traffic(tuple(sorted(shared.items())), position, retrieve, ranked, decode_on == "cpu")
         index += traffic["read_body_index"]
         reads += sum(traffic[name] for name in KV_READS) - traffic["read_body_index"]
         writes += traffic["write_tail"]

@@ -1,7 +1,7 @@
 """Bytes that an attention step moves of a compressed body, by formula: the scan of the codes, second rankings, chosen records.
 
 While rows attend to everything, each pass over the body unpacks every visible token once. Rows that retrieve scan the codes of
-all they may see, rank `rerank` candidates per wanted token by their stored keys, and then read the records of the winners, or their values
+all they may see, rank `candidates` of them by their stored keys, and then read the records of the winners, or their values
 alone where the retrieval hands scores over.
 """
 
@@ -49,13 +49,13 @@ class PackedBody:
                 loaded = sum(1 for _ in groupby(p // self.interval for p in self.positions[first:end]))
                 self._read(end - first, means=loaded)
 
-    def chosen(self, oldest: int, retrieve: int, rerank: int, passes: int, scored: bool) -> None:
+    def chosen(self, oldest: int, retrieve: int, candidates: int, passes: int, scored: bool) -> None:
         """One row: it sees tokens after position `oldest`; its query heads attend in `passes`. scored: the retrieval hands over the
         scores of the winners, and attention reads their values alone."""
         low = bisect_right(self.positions, oldest)
         visible = len(self.positions) - low
         wanted = min(retrieve, visible)
-        candidates = wanted if self.latent else min(wanted * max(rerank, 1), visible)
+        candidates = wanted if self.latent else min(max(candidates, wanted), visible)
         scored = scored and not self.latent
         if not scored and not self.latent:
             self.moved["read_body_meta"] += self.group * self._means_from(0) * 2 * self.dim

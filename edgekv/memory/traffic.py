@@ -51,14 +51,14 @@ def step_traffic(
     kept: Sequence[Sequence[int]] | None = None,
     hidden: tuple[int, int] = (0, 0),
     retrieve: int = 0,
-    rerank: int = 1,
+    candidates: int = 0,
     scored: bool = False,
 ) -> dict[str, int]:
     """Bytes by name of layout.TRAFFIC of one attention step of one layer.
 
     kept: positions in the body per kv head, needed only for keep = heavy on a layer with a sliding window smaller than its
     body, where what is visible depends on the text; default: the positions that full and window keep. hidden: body slots that
-    the step leaves out (drafting with a part of the cache), as in the state's header. retrieve, rerank: as in the header too,
+    the step leaves out (drafting with a part of the cache), as in the state's header. retrieve, candidates: as in the header too,
     for compressed bodies; where what heavy keeps is not told, its newest tokens stand for it. scored: the retrieval hands scores over, as
     the op for ONNX Runtime on a CPU does.
     """
@@ -96,7 +96,7 @@ def step_traffic(
             for row in range(rows if retrieve and count else 0):
                 heads = range(row * group, (row + 1) * group)
                 compressed.chosen(
-                    position + row - window if window else -1, retrieve, rerank,
+                    position + row - window if window else -1, retrieve, candidates,
                     passes=len({head // ROWS_PER_PASS[isa] for head in heads}), scored=scored,
                 )  # fmt: skip
             for name, size in compressed.moved.items():

@@ -91,7 +91,7 @@ class CpuCache:
 
     def set_retrieval(self, tokens: int) -> None:
         header = self.state[: layout.HEADER.itemsize].view(layout.HEADER)
-        header["retrieve"], header["rerank"] = tokens, 1
+        header["retrieve"], header["candidates"] = tokens, 0
 
     def attend(self, q, k, v, position):
         slots = native.retrieve(self.params, q, position, self.state) if self.params.format == layout.FORMATS["selfindex"] else None
@@ -166,7 +166,7 @@ def compare_kernels(what: str, params: dict, table: np.ndarray, make: Callable) 
     k = random.standard_normal((length, params["kv_heads"], params["key_dim"]), np.float32)
     v = random.standard_normal((length, params["kv_heads"], params["value_dim"]), np.float32)
     packed, worst, position = layout.is_selfindex(params), 0.0, 0
-    reference = SelfIndexCache(params, rerank=1) if packed else ReferenceCache(params, table)
+    reference = SelfIndexCache(params) if packed else ReferenceCache(params, table)
     cache = make(params, table)
     try:
         while position < length - 1:

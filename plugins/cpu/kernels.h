@@ -109,7 +109,7 @@ struct Retrieval {
   const float *cos, *sin;  // as in a step
   int table_stride;
   const void* query_map;  // as in a step
-  int retrieve, rerank;  // slots per row; candidates per slot that are ranked again by their stored keys
+  int retrieve, candidates;  // slots per row; of the best by their codes so many are ranked again by their stored keys, if more than that
   int rows;
   int32_t* slots;        // [kv_heads][rows][retrieve]
   bool scored;           // each row's are followed by their scores, float32 [group][retrieve], in units of log2 or as the argument of tanh
@@ -126,7 +126,7 @@ struct RetrievalWork {
     queries = (queries + 15) / 16 * 16;
     scores = (int64_t(r.body_count) + 31) / 32 * 32;
     candidates = scores + 32;
-    const int64_t asked = r.rerank > 1 ? int64_t(r.retrieve) * r.rerank : r.scored ? r.retrieve : 0;
+    const int asked = r.candidates > r.retrieve ? r.candidates : r.scored ? r.retrieve : 0;
     ranked = ((asked < r.body_count ? asked : r.body_count) + 15) / 16 * 16;
     bytes = 4 * queries + 2 * scores + 4 * candidates + 4 * ranked * (r.group + 2);
   }

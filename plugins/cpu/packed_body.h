@@ -56,11 +56,12 @@ struct PackedBody {
     const uint8_t* at = codes(slot);
     for (int i = 0; i < 4 * key_dim; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
-  // Bytes [from, to) of a record, which lie in two lines at most but for values of 8 bits.
+  // Bytes [from, to) of a record, which lie in two lines at most but for values of 8 bits. Into the second cache: a processor waits for few lines of
+  // memory in front of its first one, and there they would keep the codes waiting that lie in the second.
   __attribute__((always_inline)) void fetch_part(int slot, size_t from, size_t to) const {
     const uint8_t* at = payload + int64_t(slot) * int64_t(record.bytes);
-    if (to - from > 16) __builtin_prefetch(at + from, 0, 3);
-    __builtin_prefetch(at + to - 1, 0, 3);
+    if (to - from > 16) __builtin_prefetch(at + from, 0, 2);
+    __builtin_prefetch(at + to - 1, 0, 2);
   }
   // Which mean key a position's token was coded against; in range whatever a damaged state holds.
   int interval_of(int32_t position) const {

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int kRecordsAhead = 40;  // tokens: their records wait in the first cache
+constexpr int kRecordsAhead = 40;  // tokens: their records wait in the second cache
 
 struct PickedSlots {
   const PackedBody& body;

@@ -39,7 +39,7 @@ int retrieve_step(const LayerParams& params, const StepInputs& in, void* state, 
   r.table_stride = int(in.table_columns);
   r.query_map = params.head_dim > 0 ? in.query_map : nullptr;
   r.retrieve = int(retrieved_slots(params, state));
-  r.rerank = params.latent > 0 ? 1 : h.rerank;  // there are no stored keys to rank again
+  r.candidates = params.latent > 0 ? 0 : h.candidates;  // there are no stored keys to rank again
   r.rows = int(in.rows);
   r.slots = slots;
   r.scored = in.scored;

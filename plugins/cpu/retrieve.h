@@ -135,12 +135,12 @@ void retrieve(const Retrieval& r, int head, int row, void* memory) {
     interval_biases(b, sum, first, step, bias);
     scan(b, table, bias, lo, hi, scores);
     const int start = lo / 32 * 32, scanned = (hi - start + 31) / 32 * 32;
-    const int64_t asked = int64_t(wanted) * (r.rerank > 1 ? r.rerank : 1);
+    const int asked = r.candidates > wanted ? r.candidates : wanted;
     index_read = uint64_t(scanned / 32) * dim / 4 * 16;
     meta_read = uint64_t(visible) * 4 + uint64_t(dim) * 64 + uint64_t(b.intervals - first) * dim * 2;
     if (asked < visible) {
-      const int threshold = threshold_for(scores, scanned, int(asked), &above);
-      found = collect(scores, scanned, threshold, int(asked) - above, start, candidates);
+      const int threshold = threshold_of_blocks(scores, scanned, asked, &above);
+      found = collect(scores, scanned, threshold, asked - above, start, candidates);
     }
   }
   if (found == visible)

@@ -75,7 +75,7 @@ int check_state(const LayerParams& params, const void* state, int64_t bytes, int
       h.hidden_to % EDGEKV_LANES)
     return fail("body slots %d to %d cannot be hidden: multiples of %d up to %d are possible", h.hidden_from, h.hidden_to, EDGEKV_LANES,
                 h.body_count);
-  if (h.retrieve < 0 || h.rerank < 0) return fail("retrieve and rerank must not be negative");
+  if (h.retrieve < 0 || h.candidates < 0) return fail("retrieve and candidates must not be negative");
   if (position < h.tail_base || position - h.tail_base > params.tail_slots || position >= limit)
     return fail("position %" PRId64 " lies outside the tail, which starts at %" PRId64 " and has %d slots", position, h.tail_base,
                 params.tail_slots);

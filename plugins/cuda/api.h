@@ -37,7 +37,7 @@ EDGEKV_API long long edgekv_cuda_compact_workspace(const edgekv::LayerParams* pa
 EDGEKV_API int edgekv_cuda_step(const edgekv::LayerParams* params, void* state, const EdgekvStep* step, void* workspace, void* stream);
 
 // Writes which slots of a compressed body each row should attend to: [kv_heads][T][body_slots / 32] words, bit i of word w for slot
-// 32 w + i. How many are wanted stands in the state's header (`retrieve`, `rerank`); 0 means all and leaves no bit set. Reads q, rows,
+// 32 w + i. How many are wanted stands in the state's header (`retrieve`, `candidates`); 0 means all and leaves no bit set. Reads q, rows,
 // rotation and position of the step. Rows in blocks longer than 16 attend to everything: for them nothing is written, and a
 // state that asks for less is answered with NaN by edgekv_cuda_step.
 EDGEKV_API long long edgekv_cuda_retrieve_workspace(const edgekv::LayerParams* params, int rows);

@@ -53,10 +53,10 @@ EDGEKV_DEVICE Choice read_choice(const Retrieval& r, int kv_head, int t) {
     }
     c.lo = low;
   }
-  const int visible = c.hi - c.lo, rerank = header(r.s.layer)->rerank;
+  const int visible = c.hi - c.lo, candidates = header(r.s.layer)->candidates;
   c.wanted = c.tail.retrieve < visible ? c.tail.retrieve : visible;
-  const long long asked = (long long)c.wanted * (rerank > 1 ? rerank : 1);
-  c.picked = asked < visible ? int(asked) : visible;
+  const int asked = candidates > c.wanted ? candidates : c.wanted;
+  c.picked = asked < visible ? asked : visible;
   return c;
 }
 // Whether codes decide at all: else there is nothing to choose from, or everything is chosen.
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads) score_tables(const Retrieval r) {
   const int group = p.q_heads / p.kv_heads, first = interval_of(b, b.positions[c.lo]);
   if (threadIdx.x == 0) count_retrieval(r, b, c, first);
   for (int d = int(threadIdx.x); d < dim; d += kThreads) {
-    float x = load_query(r.s, t, kv_head * group, d);
-    for (int g = 1; g < group; ++g) x = __fadd_rn(x, load_query(r.s, t, kv_head * group + g, d));
+    float x = load_rotated(r.s, r.s.q, t, kv_head * group, kv_head, d);
+    for (int g = 1; g < group; ++g) x = __fadd_rn(x, load_rotated(r.s, r.s.q, t, kv_head * group + g, kv_head, d));
     turned[d] = sum[d] = __fmul_rn(x, p.scale);
   }
   __syncthreads();

@@ -92,7 +92,7 @@ struct StateHeader {
   int32_t hidden_from;      // steps do not attend to body slots hidden_from..hidden_to-1, multiples of 16; equal: nothing is hidden
   int32_t hidden_to;        // (while it drafts with a part of the cache)
   int32_t retrieve;         // body tokens each row attends to, found by their sign codes; 0: all (selfindex)
-  int32_t rerank;           // candidates per retrieved token that are ranked again by their stored keys; 0 and 1: the codes decide
+  int32_t candidates;       // of the best by their codes so many are ranked again by their stored keys; up to `retrieve`: the codes decide
   uint8_t reserved1[68];
   uint64_t traffic[kTrafficEntries];  // not part of the committed state
 };

@@ -53,7 +53,7 @@ def test_what_the_manifest_says(source, tmp_path):
     policy = CachePolicy(keep="heavy", format="selfindex", key_bits=4, value_bits=2, retrieve="96", boundary=32, observe=8)
     made = replan(source, tmp_path / "packed", policy, parse_budget("300tok"), check_parity=False)
     params, stored = made.layers[0]["params"], made.manifest["policy"]
-    assert stored["retrieve"] == "96" and stored["rerank"] == 2 and (stored["key_bits"], stored["value_bits"]) == (4, 2) and stored["sinks"] == 64
+    assert stored["retrieve"] == "96" and stored["rerank"] is None and (stored["key_bits"], stored["value_bits"]) == (4, 2) and stored["sinks"] == 64
     assert (params["key_bits"], params["value_bits"]) == (4, 2) and params["body_slots"] == 192 and params["sinks"] == 64  # with the tail 288 of 300 tokens: a block of 32 more does not fit
     assert made.manifest["parity"] is None and made.first_eviction == 288 and made.first_loss == 32 and made.capacity == 1024
     assert "5-bit keys that are their own index, 2-bit values" in stored["words"]

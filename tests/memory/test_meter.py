@@ -62,7 +62,7 @@ def test_counted_kv_bytes_of_rows_that_retrieve_are_the_formula(tmp_path, monkey
     meter.finish()
     step = meter.steps[-1]
     layers = [layer["params"] for layer in bundle.layers]
-    formula = [step_traffic(p, 201, 1, native.isa(), retrieve=24, rerank=rerank, scored=True) for p in layers]
+    formula = [step_traffic(p, 201, 1, native.isa(), retrieve=24, candidates=24 * rerank, scored=True) for p in layers]
     assert step.bytes["kv_index"] == sum(f["read_body_index"] for f in formula)
     assert step.bytes["kv_payload"] == sum(f[n] for f in formula for n in f if n.startswith("read_") and n != "read_body_index")
     meter.close()

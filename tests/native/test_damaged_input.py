@@ -67,7 +67,7 @@ def test_a_random_block_never_crashes(fields, data):
         base = data.draw(st.integers(0, params.intervals)) * params.tail_slots
         moved = min(params.sinks, base)
         count = min(count, base - moved)
-        header["retrieve"], header["rerank"] = data.draw(st.integers(0, 40)), data.draw(st.sampled_from([0, 1, 3, 2**31 - 1]))
+        header["retrieve"], header["candidates"] = data.draw(st.integers(0, 40)), data.draw(st.sampled_from([0, 1, 3, 2**31 - 1]))
     header["body_count"], header["tail_base"], header["evicted"] = count, base, base - count - moved
     header["rank_base"] = data.draw(st.integers(count, base)) if params.positions else base
     for name in data.draw(st.lists(st.sampled_from(["body_count", "tail_base", "rank_base", "evicted", "hidden_from", "hidden_to"]), max_size=1)):

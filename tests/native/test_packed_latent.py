@@ -45,7 +45,7 @@ class Lockstep(PackedRunner):
         super().__init__(params, maps, retrieve or None)
         self.fields, self.threads = native.LayerParams(**params), threads
         self.twin = native.new_state(self.fields)
-        self.cache.state.header["retrieve"], self.cache.state.header["rerank"] = retrieve, 3
+        self.cache.state.header["retrieve"], self.cache.state.header["candidates"] = retrieve, 3 * retrieve
         self.tolerance = 1e-4 if params["element"] == 0 else 4e-3
 
     def speculate(self, text, rows):

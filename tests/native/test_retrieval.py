@@ -9,8 +9,7 @@ from packed_cases import expect_slots, filled, oracle_step, packed_params, scan_
 
 from edgekv import layout, native
 from edgekv.errors import NativeError
-
-
+from edgekv.reference.self_index import SelfIndexCache, index_plane
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
@@ -22,16 +21,16 @@ def native_step(fields, text: Text, position: int, rows: int, state: np.ndarray,
     return slots, native.attend(fields, text.q[part], text.k[part], text.v[part], position, state, slots=slots, **more)
 
 
-@given(packed_params(), st.integers(0, 300), st.integers(1, 16), st.integers(0, 70), st.sampled_from([0, 1, 2, 4]), st.integers(1, 3), st.integers(0, 9))
+@given(packed_params(), st.integers(0, 300), st.integers(1, 16), st.integers(0, 70), st.integers(0, 300), st.integers(1, 3), st.integers(0, 9))
 @settings(max_examples=25)
-def test_slots_and_outputs_equal_the_oracle(params, n, rows, retrieve, rerank, threads, seed):
+def test_slots_and_outputs_equal_the_oracle(params, n, rows, retrieve, candidates, threads, seed):
     cache, text = filled(params, n, seed)
     rows = min(rows, params["tail_slots"] - n % params["tail_slots"])
-    cache.state.header["retrieve"], cache.state.header["rerank"] = retrieve, rerank
+    cache.state.header["retrieve"], cache.state.header["candidates"] = retrieve, candidates
     fields, state = native.LayerParams(**params), twin(cache)
     slots, y = native_step(fields, text, n, rows, state, threads=threads)
     if retrieve:
-        expect_slots(cache, text, n, rows, slots, retrieve, rerank)
+        expect_slots(cache, text, n, rows, slots, retrieve, candidates)
     else:
         assert slots.shape == (params["kv_heads"], rows, 0)
     want = oracle_step(cache, text, n, rows, slots if slots.size else None)
@@ -40,12 +39,12 @@ def test_slots_and_outputs_equal_the_oracle(params, n, rows, retrieve, rerank, t
     assert native.state_hash(fields, state, n) == native.state_hash(fields, twin(cache), n)
 
 
-@given(packed_params(), st.integers(100, 300), st.sampled_from([0, 5, 40]), st.sampled_from([1, 3]), st.integers(2, 16))
+@given(packed_params(), st.integers(100, 300), st.sampled_from([0, 5, 40]), st.integers(0, 150), st.integers(2, 16))
 @settings(max_examples=15)
-def test_a_row_of_a_block_has_the_slots_and_the_bits_it_has_alone(params, n, retrieve, rerank, rows):
+def test_a_row_of_a_block_has_the_slots_and_the_bits_it_has_alone(params, n, retrieve, candidates, rows):
     cache, text = filled(params, n)
     rows = min(rows, params["tail_slots"] - n % params["tail_slots"])
-    cache.state.header["retrieve"], cache.state.header["rerank"] = retrieve, rerank
+    cache.state.header["retrieve"], cache.state.header["candidates"] = retrieve, candidates
     fields, block, single = native.LayerParams(**params), twin(cache), twin(cache)
     slots, y = native_step(fields, text, n, rows, block, threads=2)
     for row in range(rows):
@@ -70,6 +69,31 @@ def test_the_best_table_scores_by_brute_force_over_many_blocks():
             np.testing.assert_array_equal(slots[head, 0], np.sort(np.lexsort((np.arange(2028), -scores[head]))[:retrieve]))
 
 
+@pytest.mark.parametrize("spread", ["random", "one place", "alike", "rare"])
+def test_the_best_of_a_long_text_however_its_scores_are_spread(spread):
+    """A sample of the scores says where their threshold lies, and may be wrong."""
+    count, tail = 20_000, 512
+    params = make_params("full", 20_480, tail, format=1, intervals=40, key_dim=16, value_dim=4, q_heads=2, kv_heads=1)
+    rng, cache, text = np.random.default_rng(len(spread)), SelfIndexCache(params), Text(params, 1)
+    codes = rng.integers(0, 16, (count, 4), np.uint8)
+    if spread == "one place":
+        codes = codes[np.lexsort(codes.T)]
+    elif spread == "alike":
+        codes[:] = 5
+    elif spread == "rare":
+        codes[rng.random(count) > 0.002] = 5
+    index_plane.write(cache.state.index, codes[None])
+    cache.state.body_pos[:] = np.arange(20_480)
+    cache.state.codebook[...] = rng.standard_normal(cache.state.codebook.shape)
+    header = cache.state.header
+    header["body_count"], header["evicted"], header["tail_base"], header["rank_base"] = count, 480, 20_480, 20_480
+    fields, state, seen = native.LayerParams(**params), twin(cache), np.ones((1, count), bool)
+    for cache.retrieve in (1, 2, 40, 96, 1500, 9999, 19_000, 19_999):
+        state[:256].view(layout.HEADER)["retrieve"] = cache.retrieve
+        slots = native.retrieve(fields, text.q[:1], 20_480, state)
+        np.testing.assert_array_equal(slots[0, 0], cache.retrieved_slots(text.q[0].reshape(1, 2, 16), seen)[0])
+
+
 @pytest.mark.parametrize("sliding", [0, 90])
 def test_retrieving_everything_is_attending_to_everything(sliding):
     params = make_params("full", 320, 16, format=1, intervals=64, key_dim=64, value_dim=32, sinks=4, sliding_window=sliding)
@@ -88,7 +112,7 @@ def test_retrieving_everything_is_attending_to_everything(sliding):
 def test_rejected_rows_leave_no_trace(params, n, rows):
     cache, text = filled(params, n)
     rows = min(rows, params["tail_slots"] - n % params["tail_slots"])
-    cache.state.header["retrieve"], cache.state.header["rerank"] = 9, 2
+    cache.state.header["retrieve"], cache.state.header["candidates"] = 9, 18
     fields, state = native.LayerParams(**params), twin(cache)
     before = native.state_hash(fields, state, n)
     wrong = Text(params, n + 48, 77)

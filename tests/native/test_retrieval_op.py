@@ -33,7 +33,7 @@ def packed(**more) -> dict:
 def test_both_ops_give_the_bits_of_the_library(form, retrieve):
     params = packed()
     cache, text = filled(params, 150)
-    cache.state.header["retrieve"], cache.state.header["rerank"] = retrieve, 4
+    cache.state.header["retrieve"], cache.state.header["candidates"] = retrieve, 4 * retrieve
     fields, ours, theirs = native.LayerParams(**params), twin(cache), twin(cache)
     inputs = {name: (by_rows if form == "together" else form)(getattr(text, name)[150:154]) for name in "qkv"}
     if form == "together":

@@ -97,13 +97,13 @@ def test_a_compressed_body_of_thin_keys_is_searched_as_the_oracle_does(thin, key
     )  # fmt: skip
     n = 150
     text = Given(params, n, seed)
-    fields, oracle = native.LayerParams(**params), SelfIndexCache(params, retrieve=9, rerank=1)
+    fields, oracle = native.LayerParams(**params), SelfIndexCache(params, retrieve=9)
     state = native.new_state(fields)
     for position in range(0, n, 32):
         part = slice(position, min(position + 32, n))
         state[:] = oracle.block
         header = StateView(params, state).header
-        header["retrieve"], header["rerank"] = 9, 1
+        header["retrieve"] = 9
         given = text.step(part)
         slots = native.retrieve(
             fields, given["q"], position, state, cos=given["cos"], sin=given["sin"], query_map=text.query_map
@@ -211,13 +211,13 @@ def test_a_compressed_body_of_keys_that_turn_by_head_is_searched_as_the_oracle_d
         key_bits=2, value_bits=4, intervals=8, rotary_dim=12, rotary_interleaved=0, fused_rotary=layout.BY_HEAD,
     )  # fmt: skip
     text = TurnedByHead(params, 128, 0)
-    fields, oracle = native.LayerParams(**params), SelfIndexCache(params, retrieve=9, rerank=1)
+    fields, oracle = native.LayerParams(**params), SelfIndexCache(params, retrieve=9)
     state = native.new_state(fields)
     for position in range(0, 128, 32):
         part = slice(position, position + 32)
         state[:] = oracle.block
         header = StateView(params, state).header
-        header["retrieve"], header["rerank"] = 9, 1
+        header["retrieve"] = 9
         given = text.step(part)
         slots = native.retrieve(fields, given["q"], position, state, cos=given["cos"], sin=given["sin"])
         y = native.attend(fields, given.pop("q"), given.pop("k"), given.pop("v"), position, state, slots=slots, **given)

@@ -13,9 +13,9 @@ from edgekv.reference.self_index.quantise import dequantise, pack, quantise, unb
 from edgekv.reference.self_index.transform import hadamard
 
 
-def make(keep="full", body=256, tail=16, retrieve=None, rerank=4, **more) -> SelfIndexCache:
+def make(keep="full", body=256, tail=16, retrieve=None, candidates=0, **more) -> SelfIndexCache:
     params = make_params(keep, body, tail, **({"format": 1, "sinks": 4, "intervals": 64, "value_bits": 4, "key_dim": 32, "value_dim": 32} | more))
-    return SelfIndexCache(params, retrieve, rerank)
+    return SelfIndexCache(params, retrieve, candidates)
 
 
 def feed(cache: SelfIndexCache, text: Text, n: int, start: int = 0, block: int = 1 << 30) -> np.ndarray:
@@ -199,12 +199,12 @@ def test_retrieving_as_many_as_there_are_is_nearly_attending_to_all():
     assert error.max() < 0.12 and error.mean() < 0.01
 
 
-@given(st.sampled_from(["full", "window", "heavy"]), st.integers(1, 20), st.integers(1, 3), st.integers(1, 30))
+@given(st.sampled_from(["full", "window", "heavy"]), st.integers(1, 20), st.integers(0, 60), st.integers(1, 30))
 @settings(max_examples=12)
-def test_blocks_and_rejected_rows_leave_no_trace(keep, retrieve, rerank, block):
+def test_blocks_and_rejected_rows_leave_no_trace(keep, retrieve, candidates, block):
     more = {"body": 64, "observe": 8, "window": 20, "score_normalise": 1} if keep == "heavy" else {}
     more |= {"body": 64} if keep == "window" else {}
-    one, other = (make(keep, retrieve=retrieve, rerank=rerank, **more) for _ in range(2))
+    one, other = (make(keep, retrieve=retrieve, candidates=candidates, **more) for _ in range(2))
     text, wrong = Text(one.params, 130), Text(one.params, 130, 1)
     first = feed(one, text, 130)
     second = [feed(other, text, 75, 0, block)]
@@ -234,7 +234,7 @@ def test_every_step_retrieves_k_from_the_body_for_as_long_as_the_text_runs():
 
 
 def test_retrieval_finds_the_key_that_the_query_points_at():
-    cache = make(retrieve=8, rerank=4)
+    cache = make(retrieve=8, candidates=32)
     text = Text(cache.params, 200)
     text.q[199] = 4 * np.repeat(text.k[57], 2, axis=0)
     feed(cache, text, 199)
@@ -243,7 +243,7 @@ def test_retrieval_finds_the_key_that_the_query_points_at():
 
 
 def test_without_re_ranking_slots_are_the_best_table_scores_by_brute_force():
-    cache = make(retrieve=10, rerank=1)
+    cache = make(retrieve=10)
     text = Text(cache.params, 180)
     feed(cache, text, 170)
     query = text.q[170].reshape(2, 2, -1)

@@ -7,7 +7,7 @@ from edgekv import layout
 from edgekv.reference import ReferenceCache
 from edgekv.reference.rotary import rotate
 from edgekv.reference.self_index import SelfIndexCache
-from edgekv.retrieval import parse_retrieval
+from edgekv.retrieval import candidates_for, parse_retrieval
 
 
 class OracleModel:
@@ -18,7 +18,7 @@ class OracleModel:
         model = onnx.load(bundle.graph_path)
         self.w = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
         self.caches = [
-            SelfIndexCache(p, rerank=bundle.manifest["policy"]["rerank"]) if layout.is_selfindex(p) else ReferenceCache(p, bundle.inv_freq(i))
+            SelfIndexCache(p) if layout.is_selfindex(p) else ReferenceCache(p, bundle.inv_freq(i))
             for i, p in enumerate(layer["params"] for layer in bundle.layers)
         ]
         self.retrieval = parse_retrieval(bundle.manifest["policy"]["retrieve"]) if bundle.compressed else None
@@ -32,6 +32,7 @@ class OracleModel:
         if self.retrieval is not None:
             for cache in self.caches:
                 cache.retrieve = None if prompt else self.retrieval.resolve(cache.count) or None
+                cache.candidates = candidates_for(cache.retrieve or 0, self.bundle.manifest["policy"]["rerank"])
         x = np.eye(self.w["embedding"].shape[0], dtype=np.float32)[token]
         place = np.array([self.position - self.shift])
         for i, cache in enumerate(self.caches):

@@ -47,7 +47,7 @@ def agrees(logits, wanted, tolerance=4e-3):
     assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(("name", "rerank"), [*((name, 4) for name in KEEPS), ("full", 1)])
+@pytest.mark.parametrize(("name", "rerank"), [*((name, 4) for name in KEEPS), ("full", 1), ("full", None)])
 def test_generated_text_is_the_oracles(tmp_path, name, rerank):
     """A prompt of several intervals, read dense; then rows that retrieve, in blocks of random sizes with rejected tokens."""
     made = made_of(tmp_path, name, rerank=rerank)

@@ -57,8 +57,8 @@ def retrieve_work(library):
     params = make_params("full", 1088, 32, format=1, intervals=64, key_dim=72, value_dim=8, sinks=4, q_heads=3, kv_heads=1)
     cache, text = filled(params, 1056)
     results = []
-    for rerank, size in ((1, 1), (3, 1), (1, 0), (3, 0)):
-        cache.state.header["retrieve"], cache.state.header["rerank"] = 120, rerank
+    for candidates, size in ((0, 1), (360, 1), (0, 0), (360, 0)):
+        cache.state.header["retrieve"], cache.state.header["candidates"] = 120, candidates
         ours = EmulatedCache(library, params, (), cache.block)
         results.append(ours.retrieve(text.q[1056:1058] * size, 1056))
     return results

@@ -16,7 +16,7 @@ from edgekv.export.to_tensorrt import OPSET, Lowering, attention_params, lower
 from edgekv.export.thin.make import KeyOptions
 from edgekv.export.thin.ranks import parse as parse_rank
 from edgekv.export.to_tensorrt_data import Blocks, Sink, Source
-from edgekv.retrieval import parse_retrieval
+from edgekv.retrieval import candidates_for, parse_retrieval
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 75)
 BLOCKS = [(0, 1), (1, 20), (21, 11), (32, 32), (64, 5)]  # token ranges, none across a boundary of 32
@@ -95,7 +95,7 @@ def lowered_logits(bundle, graph, half: bool) -> np.ndarray:
                 if layout.is_selfindex(layer["params"]):
                     header = state[: layout.HEADER.itemsize].view(layout.HEADER)
                     header["retrieve"] = parse_retrieval(bundle.manifest["policy"]["retrieve"]).resolve(int(header["body_count"][0]))
-                    header["rerank"] = bundle.manifest["policy"]["rerank"]
+                    header["candidates"] = candidates_for(int(header["retrieve"][0]), bundle.manifest["policy"]["rerank"])
     return np.concatenate(out)
 
 

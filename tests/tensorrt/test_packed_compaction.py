@@ -99,14 +99,14 @@ def test_a_text_run_with_kernels_only_stays_with_the_oracle(emulated):
     """Prompt, retrieving steps of many sizes, rejected rows and compactions, all on the kernels' own state."""
     params = make_params("heavy", 96, 32, "fp16", format=1, intervals=64, value_bits=8, sinks=5, window=16, observe=16, key_dim=32, value_dim=32)
     text = Text(params, 420)
-    cache, ours = SelfIndexCache(params, rerank=1), EmulatedCache(emulated, params)
+    cache, ours = SelfIndexCache(params), EmulatedCache(emulated, params)
     random, position = np.random.default_rng(1), 0
     while position < 390:
         room = 32 - position % 32
         rows = int(random.integers(1, min(room, 12) + 1))
         accepted, part = int(random.integers(1, rows + 1)), slice(position, position + rows)
         cache.retrieve = 20 if position > 150 else None
-        ours.view.header["retrieve"], ours.view.header["rerank"] = cache.retrieve or 0, 1
+        ours.view.header["retrieve"] = cache.retrieve or 0
         slots = ours.retrieve(text.q[part], position)
         y = ours.attend(text.q[part], text.k[part], text.v[part], position, slots=slots)
         np.testing.assert_allclose(y, cache.attend(text.q[part], text.k[part], text.v[part], position), atol=1e-4)

@@ -19,32 +19,32 @@ def as_lists(bits: np.ndarray, retrieve: int) -> np.ndarray:
     return np.array(rows, np.int32).reshape(*bits.shape[:2], retrieve)
 
 
-def prepared(library, params, n, seed=0, retrieve=0, rerank=1):
+def prepared(library, params, n, seed=0, retrieve=0, candidates=0):
     cache, text = filled(params, n, seed)
-    cache.state.header["retrieve"], cache.state.header["rerank"] = retrieve, rerank
+    cache.state.header["retrieve"], cache.state.header["candidates"] = retrieve, candidates
     return cache, text, EmulatedCache(library, params, (), cache.block)
 
 
-@given(packed_params(), st.integers(0, 300), st.integers(1, 16), st.integers(0, 70), st.sampled_from([0, 1, 2, 4]), st.integers(0, 3), st.integers(0, 9))
+@given(packed_params(), st.integers(0, 300), st.integers(1, 16), st.integers(0, 70), st.integers(0, 300), st.integers(0, 3), st.integers(0, 9))
 @settings(max_examples=40)
-def test_slots_equal_the_oracle(library, params, n, rows, retrieve, rerank, order, seed):
+def test_slots_equal_the_oracle(library, params, n, rows, retrieve, candidates, order, seed):
     library.order(order, seed)
     library.drop("")
-    cache, text, ours = prepared(library, params, n, seed, retrieve, rerank)
+    cache, text, ours = prepared(library, params, n, seed, retrieve, candidates)
     rows = min(rows, params["tail_slots"] - n % params["tail_slots"])
     bits = ours.retrieve(text.q[n : n + rows], n, heads_first=bool(seed % 2))
     if retrieve == 0 or cache.count == 0:
         assert not bits.any()
         return
-    expect_slots(cache, text, n, rows, as_lists(bits, min(retrieve, cache.count)), retrieve, rerank)
+    expect_slots(cache, text, n, rows, as_lists(bits, min(retrieve, cache.count)), retrieve, candidates)
     start = layout.HEADER.itemsize
     np.testing.assert_array_equal(ours.block[start:], cache.block[start:])
 
 
-@pytest.mark.parametrize("rerank", [1, 4])
-def test_a_row_of_a_block_has_the_slots_it_has_alone(emulated, rerank):
+@pytest.mark.parametrize("candidates", [0, 84])
+def test_a_row_of_a_block_has_the_slots_it_has_alone(emulated, candidates):
     params = make_params("full", 320, 48, format=1, intervals=64, key_dim=80, value_dim=64, sinks=3, q_heads=6, kv_heads=2, sliding_window=150)
-    cache, text, ours = prepared(emulated, params, 290, retrieve=21, rerank=rerank)
+    cache, text, ours = prepared(emulated, params, 290, retrieve=21, candidates=candidates)
     block = ours.retrieve(text.q[290:304], 290)
     assert len({tuple(x) for x in slots_of(block)}) > 20
     for row in range(14):
@@ -66,21 +66,21 @@ def test_the_best_table_scores_by_brute_force_over_many_blocks(emulated):
 def test_ties_go_to_the_lowest_slots(emulated):
     """A query of zeros scores all tokens alike, by their codes and by their keys."""
     params = make_params("full", 4096, 256, format=1, intervals=16, key_dim=64, value_dim=64, sinks=20, q_heads=4, kv_heads=2)
-    for rerank in (1, 4):
-        _, text, ours = prepared(emulated, params, 1024 + 7, retrieve=300, rerank=rerank)
+    for candidates in (0, 1200):
+        _, text, ours = prepared(emulated, params, 1024 + 7, retrieve=300, candidates=candidates)
         bits = ours.retrieve(np.zeros_like(text.q[1031:1033]), 1031)
         for slots in slots_of(bits):
             np.testing.assert_array_equal(slots, np.arange(300))
 
 
-@pytest.mark.parametrize(("retrieve", "rerank", "sliding"), [(40, 4, 0), (40, 1, 120), (200, 2, 0), (1000, 4, 0), (60, 4, 70)])
-def test_slots_and_counted_bytes_are_those_of_the_cpu_kernels(emulated, retrieve, rerank, sliding):
+@pytest.mark.parametrize(("retrieve", "candidates", "sliding"), [(40, 160, 0), (40, 0, 120), (200, 400, 0), (1000, 4000, 0), (60, 71, 70)])
+def test_slots_and_counted_bytes_are_those_of_the_cpu_kernels(emulated, retrieve, candidates, sliding):
     """With the rotation in the op, from float32 tables, against the ONNX Runtime op's kernels."""
     params = make_params(
         "heavy", 288, 48, "fp16", format=1, intervals=64, key_dim=64, value_dim=64, sinks=3, q_heads=6, kv_heads=2, window=100, observe=8,
         sliding_window=sliding, rotary_dim=6, fused_rotary=1,
     )  # fmt: skip
-    cache, text, ours = prepared(emulated, params, 510, 0, retrieve, rerank)
+    cache, text, ours = prepared(emulated, params, 510, 0, retrieve, candidates)
     state = native.aligned_bytes(len(cache.block))
     state[:] = cache.block
     angle = (np.arange(510, 517)[:, None] * np.asarray(INV_FREQ)).astype(np.float32)

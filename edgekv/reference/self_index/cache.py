@@ -21,17 +21,17 @@ from edgekv.reference.self_index.transform import hadamard
 class SelfIndexCache:
     """The compressed cache of one decoder layer over one state block.
 
-    params    fields of attributes.def, with format = selfindex
-    retrieve  compressed tokens each row attends to; None: all of them (dense, as while a prompt is read)
-    rerank    candidates per retrieved token that are ranked again by their quantised keys; 1: the scan alone decides
+    params      fields of attributes.def, with format = selfindex
+    retrieve    compressed tokens each row attends to; None: all of them (dense, as while a prompt is read)
+    candidates  of the best by the scan so many are ranked again by their quantised keys; up to `retrieve`: the scan alone decides
     """
 
-    def __init__(self, params: Mapping, retrieve: int | None = None, rerank: int = 4):
+    def __init__(self, params: Mapping, retrieve: int | None = None, candidates: int = 0):
         if not layout.is_selfindex(params):
             raise UserError("The parameters are those of a dense cache.")
         self.state = layout.new_state(params)
         self.params, self.block = self.state.params, self.state.block
-        self.retrieve, self.rerank = retrieve, rerank
+        self.retrieve, self.candidates = retrieve, candidates
 
     # ---- what is stored, in slot order: sinks, body, tail
 
@@ -119,7 +119,7 @@ class SelfIndexCache:
             bias = signs.interval_bias(together, means[head], newest, step)
             score = signs.scan(table, codes[head, allowed]) + bias[intervals[head, allowed]]
             wanted = min(self.retrieve, len(allowed))
-            candidates = allowed[signs.best(score, wanted * self.rerank)]
+            candidates = allowed[signs.best(score, max(wanted, self.candidates))]
             if len(candidates) > wanted:
                 score = self.whole_scores(query, head, candidates)
                 weight = second_ranking.weights(score, p["softcap"])

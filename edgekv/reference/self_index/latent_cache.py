@@ -24,7 +24,7 @@ class LatentIndexCache(SelfIndexCache):
     """
 
     def __init__(self, params: Mapping, inv_freq: Sequence[float], encoder: np.ndarray, decoder: np.ndarray, retrieve: int | None = None):
-        super().__init__(params, retrieve, rerank=1)
+        super().__init__(params, retrieve)
         self.inv_freq = np.asarray(inv_freq, np.float32)
         self.encoder, self.decoder = np.asarray(encoder, np.float32), np.asarray(decoder, np.float32)
         self.levels = latents.levels_of(self.decoder)

@@ -225,7 +225,7 @@ def test_a_compressed_cache_equals_the_onnx_runtime_ops_in_place(harness, rotate
         tables = {"cos": np.cos(angle)[None], "sin": np.sin(angle)[None]} if rotates else {}
         for block in (ours, theirs):
             header = block[: layout.HEADER.itemsize].view(layout.HEADER)
-            header["retrieve"], header["rerank"] = retrieve, 2
+            header["retrieve"], header["candidates"] = retrieve, 2 * retrieve
         binding, bound = session.io_binding(), {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in (feeds | tables).items()}
         for name, value in bound.items():
             binding.bind_ortvalue_input(name, value)
