@@ -69,11 +69,9 @@ inline void scan(const PackedBody& b, const uint8_t* table, const int32_t* bias,
     // Far enough ahead for memory; addresses beyond the plane do no harm.
     for (int i = 0; i < 16 * groups; i += 64) __builtin_prefetch(b.codes(block) + kScanAhead + i, 0, 2);
     if (block == end) enter(block);
-    if (block + 32 <= end) {
-      scan_block(b.codes(block), table, groups, of_interval, scores);
-      continue;
-    }
-    scan_block(b.codes(block), table, groups, 0, scores);
+    const bool one_interval = block + 32 <= end;
+    scan_block(b.codes(block), table, groups, one_interval ? of_interval : 0, scores);  // one call, which is then part of this loop
+    if (one_interval) continue;
     for (int slot = block < lo ? lo : block; slot < last; ++slot) {
       if (slot == end) enter(slot);
       scores[slot - block] = int16_t(scores[slot - block] + of_interval);
