@@ -30,6 +30,7 @@ import numpy as np
 from edgekv.reference.self_index import ranking, signs
 from edgekv.reference.self_index.quantise import GROUP, dequantise, quantise, unbiased
 from edgekv.reference.self_index.transform import hadamard
+from edgekv.retrieval import candidates_for
 
 INTERVAL = 256  # boundary interval: positions that share a mean key, and the length of the tail
 
@@ -203,13 +204,14 @@ def recipes(layer: Layer, sinks: int, calibration: np.ndarray | None, key_bits: 
     pairs = unbiased(np.abs(spread), magnitude, pairs)
     positive = np.where(spread >= 0, 1, -1)
     keys = hadamard(positive * dequantise(magnitude, pairs, layer.dim)) + slot_mean
-    for factor in (1, 2, 4, 8):
-        among, weight = layer.top(table_scores, factor * layer.count), np.full(table_scores.shape, -1, np.float32)
+    ranked = {f"{factor} x k": factor * layer.count for factor in (1, 2, 4, 8)} | {"as many as by default": candidates_for(layer.count, None)}
+    for words, candidates in ranked.items():
+        among, weight = layer.top(table_scores, candidates), np.full(table_scores.shape, -1, np.float32)
         for head, row in np.ndindex(table_scores.shape[:2]):
             at, query = np.flatnonzero(among[head, row]), layer.q[head, :, row]
             stored = magnitude[head, at], pairs[head, at], positive[head, at], key_bits, layer.means[head], layer.interval[at]
             weight[head, row, at] = ranking.weights(ranking.scores(query, hadamard(query), *stored, layer.scale, 0.0), 0.0)
-        found[f"... re-ranked from {factor} x k, +quantised"] = layer.judge(layer.top(weight), keys, values)
+        found[f"... re-ranked from {words}, +quantised"] = layer.judge(layer.top(weight), keys, values)
 
     centred = x - mean
     for alpha, divisor in (("max", np.abs(centred).max(1, keepdims=True)), ("mean", np.abs(centred).mean(1, keepdims=True))):

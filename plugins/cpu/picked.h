@@ -16,11 +16,10 @@ struct Picked : PickedSlots {
   float* pairs;
 
   Picked(const PickedSlots& t, float* memory) : PickedSlots(t), pairs(memory) {
-    const int width = int(pair_floats(body.value_dim));
+    const int width = int(pair_floats(body.value_dim)), groups = body.value_groups();
     for (int i = 0; i < count; ++i) {
-      // What is read behind the last pair of a record is the next record or the next plane.
       const uint16_t* from = reinterpret_cast<const uint16_t*>(record(i) + body.record.value_pairs);
-      for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, load(from + n));
+      for (int n = 0; n < width; n += kLanes) store(pairs + i * width + n, pairs_of_record(from + n, groups - n / 2));
     }
   }
 };

@@ -21,8 +21,10 @@ inline int entry_bytes(int bits) { return 16 + 4 * bits; }
 template <int kBits>
 inline void write_entries(const uint8_t* codes, const uint8_t* pairs, int groups, uint8_t* out, int64_t stride) {
   for (int g = 0; g < groups; g += 4) {
-    // What is read behind the last pair of a record is the next record or the next plane.
-    const __m256 pair = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs + 4 * g)));
+    // What is read behind the last pair of a record is the next record or the next plane; no more of it than need be, as it may be in a line of memory
+    // that nobody has asked for.
+    const __m128i* from = reinterpret_cast<const __m128i*>(pairs + 4 * g);
+    const __m256 pair = _mm256_cvtph_ps(groups - g <= 2 ? _mm_loadl_epi64(from) : _mm_loadu_si128(from));
     __m256 even, odd;
     if constexpr (kBits == 2) {
       const __m256 code = _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3);

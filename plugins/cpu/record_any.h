@@ -30,6 +30,10 @@ inline void gather_signs(const uint8_t* index, int groups, const int32_t* slots,
   }
 }
 
+// Pairs of a record from one on: `groups` of them or a whole vector. What is read behind the last is the next record or the next plane, but little
+// of it: that may be in a line of memory that nobody has asked for.
+inline Vec pairs_of_record(const uint16_t* pairs, int groups) { return groups >= kLanes / 2 ? load(pairs) : load_first(pairs, 2 * groups); }
+
 // A group of a value: codes with zero point and scale pair[0], pair[1].
 template <int kBits>
 inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {

@@ -17,6 +17,12 @@ constexpr int place(int n) {
   return n;
 }
 
+inline Vec pairs_of_record(const uint16_t* pairs, int groups) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(pairs);
+  if (groups <= 2) return {_mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadl_epi64(from)))};
+  return groups <= 4 ? Vec{_mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128(from)))} : load(pairs);
+}
+
 template <int kBits>
 inline void value_group(const uint8_t* codes, const float* pair, Vec out[2]) {
   const __m512 zero_point = _mm512_set1_ps(pair[0]), scale = _mm512_set1_ps(pair[1]);
