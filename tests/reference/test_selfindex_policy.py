@@ -9,7 +9,7 @@ from edgekv.cache_policy import DEFAULT_KEY_BITS, DEFAULT_VALUE_BITS
 from edgekv.errors import UserError
 from edgekv.layout import FORMATS, KEEPS, LANES, bytes_by_owner, held_tokens, state_bytes
 from edgekv.policy import CachePolicy, LayerGeometry, layer_body_slots, layer_params, plan, round_up
-from edgekv.retrieval import LEAST, Retrieval, parse_retrieval
+from edgekv.retrieval import LEAST, Retrieval, candidates_for, parse_retrieval
 
 WIDE = LayerGeometry(9, 3, 64, 64, 0.125, rotary_dim=64, inv_freq=(0.5,) * 32)
 ODD = LayerGeometry(4, 1, 44, 48, 0.2)
@@ -132,6 +132,12 @@ def test_a_full_cache_of_a_short_context_serves_short_windows_too():
 def test_what_makes_no_sense_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
         CachePolicy(**{"format": "selfindex", **fields})
+
+
+@given(st.integers(0, 1 << 20), st.none() | st.integers(1, 64))
+def test_twice_as_many_as_are_retrieved_are_ranked_again_but_at_most_512_more(retrieved, rerank):
+    ranked = candidates_for(retrieved, rerank)
+    assert ranked == (retrieved * rerank if rerank else min(2 * retrieved, retrieved + 512))
 
 
 @pytest.mark.parametrize("option", [{"key_bits": 4}, {"value_bits": 4}, {"retrieve": "7.5%"}, {"rerank": 2}])
