@@ -10,16 +10,16 @@ from edgekv.errors import UserError
 
 LEAST = 64  # tokens that a percentage stands for at least: in a short text fewer would save nothing and cost quality
 MOST_RERANK = 64
-MOST_MORE = 512  # tokens that are ranked again beside those that are retrieved, unless a run says otherwise
+MORE = 512  # tokens that are ranked again beside those that are retrieved, unless a run says otherwise
 
 
 def candidates_for(retrieved: int, rerank: int | None) -> int:
     """How many of the best by their codes are ranked again by their stored keys; as many as are retrieved: none, codes decide.
 
-    rerank: so many times the retrieved ones. None: twice as many, but at most MOST_MORE more. Which tokens stay is decided among those near the
-    last place, and the longer a text, the less each of these matters.
+    rerank: so many times the retrieved ones. None: MORE more. Codes put a token that matters in a wrong place among its neighbours, which are few in a short
+    text as in a long one, and the more tokens stay, the less the last of them matters.
     """
-    return retrieved + (min(retrieved, MOST_MORE) if rerank is None else retrieved * (rerank - 1))
+    return retrieved + MORE if rerank is None else retrieved * rerank
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
 @click.option("--value-bits", type=click.Choice(["2", "4", "8"]), callback=lambda ctx, option, text: text and int(text),
               help="Bits per number of a compressed value (selfindex); default 4.")  # fmt: skip
 @click.option("--retrieve", help="Compressed tokens that a generated token attends to: 96, 7.5% or all (selfindex); default 7.5%.")
-@click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys (selfindex); default 2, and at most 512 more.")
+@click.option("--rerank", type=click.IntRange(1, 64), help="Candidates per retrieved token that are ranked again by their stored keys (selfindex); default: 512 more than are retrieved.")
 @click.option("--sinks", type=click.IntRange(0), help="First tokens of the text that are never evicted (window, heavy; default 4) or compressed (selfindex; default 64).")
 @click.option("--window", type=click.IntRange(0), help="Newest tokens that are never evicted (heavy); default half the body, a quarter with --score keys.")
 @click.option("--score", type=click.Choice(["attention", "keys"]), help="Rank the others by the attention they received or by how "
