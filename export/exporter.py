@@ -78,10 +78,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         options = dataclasses.replace(options, budget=said.budget)
     with bundle.create(target, force=options.force) as partial:
         report("looking at the layers", None, None)
-        hollow = _build(source)
-        rope.freeze(hollow, context)
-        with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
-            geometry = trace.discover(hollow)
+        hollow, geometry = _examine(source, context)
         if options.policy.positions == "original":  # fail early; rotary frequencies are known only after tracing
             plan(options.policy, geometry, options.budget, context)
         traced, rotations = _trace(source, hollow, len(geometry), report)
@@ -124,15 +121,25 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
 def whole_geometry(source: load.Source, context: int, report: Report, form: str | None, rounded: bool = False) -> tuple[list[LayerGeometry], str]:
     """What every layer of a model stores, its rotation included, and the form of thin keys: the one given, or the one to be trained when none
     is (into_graph.to_train). The graph that tells is thrown away. UserError as for an export with thin keys of this form; see into_graph.check."""
-    hollow = _build(source)
-    rope.freeze(hollow, context)
-    with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
-        geometry = trace.discover(hollow)
+    hollow, geometry = _examine(source, context)
     traced, rotations = _trace(source, hollow, len(geometry), report)
     complete = _complete(traced, geometry, rotations)
     form = form or into_graph.to_train(traced, complete)
     into_graph.check(traced, form, complete, rounded)
     return complete, form
+
+
+def layer_shapes(source: load.Source, context: int) -> list[LayerGeometry]:
+    """What every layer of a model stores, without its rotation, which only a graph tells."""
+    return _examine(source, context)[1]
+
+
+def _examine(source: load.Source, context: int) -> tuple[Any, list[LayerGeometry]]:
+    """The model without its weights, and the shapes of its layers."""
+    hollow = _build(source)
+    rope.freeze(hollow, context)
+    with _sentences(f"The layers of {source.name} ({source.config.model_type}) could not be examined"):
+        return hollow, trace.discover(hollow)
 
 
 def _trace(source: load.Source, hollow: Any, layers: int, report: Report) -> tuple[Any, dict[int, Rotation]]:

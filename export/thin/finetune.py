@@ -108,7 +108,7 @@ def make_model(
         if options.form == "latent":
             names = []  # a cache keeps the latest keys whole beside latent ones, and those must stay what they were: only the maps learn
         rounded = _rounded(plain, names, options)
-        start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, say)
+        start = _start(plain, corpus, wanted, options, context, work, accelerator, geometry, lambda: exporter.layer_shapes(source, context), say)
 
     schedule = train.Schedule(options.steps, options.batch, options.rate, options.loss, context, options.seed, options.save_every)
     teacher = trainable.ThinModel(trainable.twin(plain, names), None)
@@ -185,9 +185,10 @@ def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> 
 
 def _start(
     plain: Any, corpus: train.Corpus, wanted: ranks.KeyRank, options: Options, context: int, work: Path, accelerator: Any,
-    geometry: Callable[[], list[LayerGeometry]], say: Report,
+    geometry: Callable[[], list[LayerGeometry]], shapes: Callable[[], list[LayerGeometry]], say: Report,
 ) -> list[Maps]:  # fmt: skip
-    """Calibrated maps to begin with; the first process makes them, once."""
+    """Calibrated maps to begin with; the first process makes them, once. shapes: geometry without rotations, found without a graph, which
+    is all that projected maps depend on."""
     folder = work / "start"
     if accelerator.is_main_process and not map_file.there(folder):
         count = max(make.LEAST_CHUNKS, min(len(corpus.training), options.calibrate_tokens // corpus.training.shape[1]))
@@ -203,7 +204,7 @@ def _start(
     found = map_file.load(folder, AGAIN)
     if found is None or found[0].form != options.form:
         raise UserError(f"{folder} is damaged (it holds no {options.form} maps); {AGAIN}.")
-    return map_file.fitted(found, geometry(), str(folder)) if options.form != "projected" else found
+    return map_file.fitted(found, geometry() if options.form != "projected" else shapes(), str(folder), AGAIN)
 
 
 def _transferred(

@@ -17,6 +17,7 @@ from edgekv.export.thin.pairs import PairMaps
 from edgekv.geometry import LayerGeometry
 
 FILE = "key_maps.safetensors"
+REMEDY = "make it again with `edgekv finetune`"  # for a damaged one beside a model
 _NAMES = {"projected": ("query_map", "key_map"), "latent": ("key_encode", "key_decode", "key_mean"), "pairs": ("key_pairs",)}  # tensors of a layer, each NAME.LAYER
 
 
@@ -33,7 +34,7 @@ def there(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def load(folder: Path, remedy: str = "make it again with `edgekv finetune`") -> list[Maps] | None:
+def load(folder: Path, remedy: str = REMEDY) -> list[Maps] | None:
     """The maps saved in `folder`, None when there is no such file; UserError, with what helps, when it is damaged. See fitted."""
     if not there(folder):
         return None
@@ -43,6 +44,8 @@ def load(folder: Path, remedy: str = "make it again with `edgekv finetune`") -> 
     except Exception as error:
         raise UserError(f"{path} is damaged ({error}); {remedy}.") from None
     for index, layer in enumerate(layers):
+        if not all(x.numel() for x in layer):
+            raise UserError(f"{path} is damaged (the maps of layer {index} hold no numbers); {remedy}.")
         if not _belong(form, layer):
             raise UserError(f"{path} is damaged (the maps of layer {index} do not fit each other); {remedy}.")
         if not all(torch.isfinite(x).all() for x in layer):
@@ -80,27 +83,27 @@ def _belong(form: str, layer: Sequence[torch.Tensor]) -> bool:
     return len(encode) == 2 and decode == encode[::-1] and mean == encode[:1]
 
 
-def fitted(maps: Sequence[Maps], geometry: Sequence[LayerGeometry], origin: str) -> list[Maps]:
-    """The maps for layers of these shapes; UserError when they do not fit them."""
+def fitted(maps: Sequence[Maps], geometry: Sequence[LayerGeometry], origin: str, remedy: str = REMEDY) -> list[Maps]:
+    """The maps for layers of these shapes; UserError, with what helps, when they do not fit them."""
     if len(maps) != len(geometry):
-        raise UserError(f"{origin} holds key maps of {len(maps)} layers and the model has {len(geometry)}.")
-    return [_fitted(layer, g, f"{origin} does not fit layer {index} of the model") for index, (layer, g) in enumerate(zip(maps, geometry, strict=True))]
+        raise UserError(f"{origin} holds key maps of {len(maps)} layers and the model has {len(geometry)}; {remedy}.")
+    return [_fitted(layer, g, f"{origin} does not fit layer {index} of the model", remedy) for index, (layer, g) in enumerate(zip(maps, geometry, strict=True))]
 
 
-def _fitted(layer: Maps, g: LayerGeometry, problem: str) -> Maps:
+def _fitted(layer: Maps, g: LayerGeometry, problem: str, remedy: str) -> Maps:
     if isinstance(layer, LatentMaps):
         numbers, wanted = layer.encoder.shape[0], g.kv_heads * g.key_dim
         if numbers != wanted or not 1 <= layer.rank <= wanted:
-            raise UserError(f"{problem}: maps to {layer.rank} of {numbers} numbers per token, and the layer has {wanted}.")
+            raise UserError(f"{problem}: maps to {layer.rank} of {numbers} numbers per token, and the layer has {wanted}; {remedy}.")
         return dataclasses.replace(layer, geometry=g)
     if isinstance(layer, PairMaps):
         heads, half = layer.pairs.shape[0], g.rotary_dim // 2
         if heads != g.kv_heads or int(layer.pairs.max()) >= half:
-            raise UserError(f"{problem}: rotary pairs up to {int(layer.pairs.max()) + 1} of {heads} kv heads, and the layer has {half} of {g.kv_heads}.")
+            raise UserError(f"{problem}: rotary pairs up to {int(layer.pairs.max()) + 1} of {heads} kv heads, and the layer has {half} of {g.kv_heads}; {remedy}.")
         return dataclasses.replace(layer, geometry=g)
     heads = (layer.query.shape[0], layer.key.shape[0], layer.key.shape[1])
     if heads != (g.q_heads, g.kv_heads, g.key_dim) or not 1 <= layer.rank <= g.key_dim:
         raise UserError(
-            f"{problem}: maps for {heads[0]} query and {heads[1]} kv heads of {heads[2]} numbers, and the layer has {g.q_heads} and {g.kv_heads} of {g.key_dim}."
+            f"{problem}: maps for {heads[0]} query and {heads[1]} kv heads of {heads[2]} numbers, and the layer has {g.q_heads} and {g.kv_heads} of {g.key_dim}; {remedy}."
         )
     return layer

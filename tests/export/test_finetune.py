@@ -22,6 +22,8 @@ from edgekv.errors import UserError
 from edgekv.export.parity import bundle_logits
 from edgekv.export.thin import finetune, map_file, rounding, train, trainable
 from edgekv.export.thin.finetune import Options
+from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.pairs import PairMaps
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 OPTIONS = {"rank": "50%", "form": "projected", "steps": 4, "batch": 4, "length": 32, "calibrate_tokens": 256, "calibrate_steps": 2, "transfer_steps": 3}
@@ -364,6 +366,20 @@ def test_damaged_work_is_refused(llama, text, tuned, latent, tmp_path, form):
             run(llama, tmp_path / "thin", text, form=form)
     torch.save(learned, work / "training.pt")
     assert run(llama, tmp_path / "thin", text, form=form)["form"] == form
+
+
+@pytest.mark.parametrize("form, damages", [
+    ("projected", [lambda layers: layers[:1], lambda layers: [KeyMaps(x.query[:, 1:], x.key[:, 1:]) for x in layers]]),
+    ("pairs", [lambda layers: [PairMaps(x.pairs[:0], None) for x in layers], lambda layers: [PairMaps(x.pairs + 8, None) for x in layers]]),
+])  # fmt: skip
+def test_maps_to_start_from_that_do_not_fit_the_model_are_refused(llama, text, tmp_path, form, damages):
+    start = tmp_path / "thin.training" / "start"
+    assert run(llama, tmp_path / "thin", text, form=form, stop=lambda step: True) is None
+    kept = map_file.load(start)
+    for damage in damages:
+        map_file.save(start, damage(kept))
+        with pytest.raises(UserError, match="start.*; start over with --fresh"):
+            run(llama, tmp_path / "thin", text, form=form)
 
 
 def test_where_one_matrix_makes_all_three_the_maps_alone_are_trained(text, tmp_path):

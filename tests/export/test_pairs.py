@@ -68,7 +68,7 @@ def test_a_file_of_pairs_is_read_back_and_damage_is_told(tmp_path):
     assert all(torch.equal(a.pairs, maps.pairs) and a.rank == maps.rank for a in again)
     with pytest.raises(UserError, match="does not fit layer 0 of the model: rotary pairs up to"):
         map_file.fitted(map_file.load(tmp_path), [dataclasses.replace(g, rotary_dim=2, inv_freq=())] * 2, "x")
-    for wrong in (maps.pairs.flip(1), maps.pairs - 9, maps.pairs[:, :0], maps.pairs.float(), maps.pairs[0]):
+    for wrong in (maps.pairs.flip(1), maps.pairs - 9, maps.pairs[:, :0], maps.pairs[:0], maps.pairs.float(), maps.pairs[0]):
         map_file.save(tmp_path, [PairMaps(wrong, g)])
         with pytest.raises(UserError, match="damaged"):
             map_file.load(tmp_path)
