@@ -18,7 +18,7 @@ from edgekv.export import checkpoint, formats, graph, load, parity, refuse, rope
 from edgekv.export.attention import NAME
 from edgekv.export.passes import match
 from edgekv.export.passes.rotary import Rotation
-from edgekv.export.thin import into_graph
+from edgekv.export.thin import into_graph, ranks
 from edgekv.export.thin.make import KeyOptions
 from edgekv.generation.text import DRAFT_TOKENS
 from edgekv.geometry import LayerGeometry
@@ -118,14 +118,16 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
     return bundle.open_bundle(target, verify=False)
 
 
-def whole_geometry(source: load.Source, context: int, report: Report, form: str | None, rounded: bool = False) -> tuple[list[LayerGeometry], str]:
+def whole_geometry(
+    source: load.Source, context: int, report: Report, form: str | None, rounded: bool = False, wanted: ranks.KeyRank | None = None
+) -> tuple[list[LayerGeometry], str]:
     """What every layer of a model stores, its rotation included, and the form of thin keys: the one given, or the one to be trained when none
     is (into_graph.to_train). The graph that tells is thrown away. UserError as for an export with thin keys of this form; see into_graph.check."""
     hollow, geometry = _examine(source, context)
     traced, rotations = _trace(source, hollow, len(geometry), report)
     complete = _complete(traced, geometry, rotations)
-    form = form or into_graph.to_train(traced, complete)
-    into_graph.check(traced, form, complete, rounded)
+    form = form or into_graph.to_train(traced, complete, wanted)
+    into_graph.check(traced, form, complete, wanted, rounded)
     return complete, form
 
 

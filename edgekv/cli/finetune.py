@@ -16,7 +16,7 @@ from edgekv.cli._stages import stages
 @click.option("--key-rank", "rank", required=True, help="Numbers per key: 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
 @click.option("--key-form", "form", type=click.Choice(["projected", "pairs", "latent"]),
               help="What keys get thinner by, see edgekv export; without a rotation, projected maps are absorbed into the weights. Default: pairs "
-              "where the model allows it, else projected.")  # fmt: skip
+              "where the model and --key-rank allow it, else projected.")  # fmt: skip
 @click.option("--text", "texts", multiple=True, required=True, type=click.Path(path_type=Path), help="UTF-8 text to train on; several times for several.")
 @click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Training steps.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences per step, over all processes.")

@@ -38,7 +38,7 @@ Report = Callable[[str, int | None, int | None], None]
 @dataclass(frozen=True)
 class Options:
     """What `edgekv finetune` was asked for; see train.Schedule and make.KeyOptions. form: projected (absorbed where there is no rotation),
-    pairs or latent; None: pairs where they can be left out and something is there to learn, else projected. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
+    pairs or latent; None: pairs where they can be left out, give the rank and something is there to learn, else projected. transfer_steps: of each layer's attention transfer (0: none), in pieces of at most transfer_length tokens. precision: of
     products in both trainings; maps are calibrated and perplexities measured in float32. weights: what those that learn are read as
     meanwhile, see rounding.py. control: train whole keys on the same data too."""
 
@@ -97,7 +97,7 @@ def make_model(
         training_folder.claim(work, "finetune", source, options.training(), options.fresh)
     accelerator.wait_for_everyone()
     # only what is still to be done needs it
-    looked = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4"))
+    looked = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4", wanted))
 
     def geometry() -> list[LayerGeometry]:
         return looked()[0]

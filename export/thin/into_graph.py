@@ -13,7 +13,7 @@ from edgekv import layout
 from edgekv.errors import UserError
 from edgekv.export.load import Source
 from edgekv.export.passes import match, thin_keys
-from edgekv.export.thin import make, map_file, rounding
+from edgekv.export.thin import make, map_file, pairs, ranks, rounding
 from edgekv.export.thin.calibrate import Calibrated
 from edgekv.export.thin.maps import Maps
 from edgekv.geometry import LayerGeometry
@@ -57,7 +57,7 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
         return None
     nodes = _nodes(traced)
     form = _form(saved, options, traced, source.name)
-    check(traced, form, geometry)
+    check(traced, form, geometry, options.rank if options else None)
     if saved is not None:
         made, errors = map_file.fitted(saved, geometry, str(source.folder / map_file.FILE)), None
         origin = {"rank": "of the model", "text": None, "tokens": 0}
@@ -114,9 +114,15 @@ def _fixed(traced: Any, geometry: Sequence[LayerGeometry]) -> list[int]:
     return [layer for layer, node in enumerate(_nodes(traced)) if not geometry[layer].rotary_dim or thin_keys.straight(node, rotates=True) is None]
 
 
-def to_train(traced: Any, geometry: Sequence[LayerGeometry]) -> str:
-    """The form that a model which will be trained for thin keys decodes fastest with: pairs where they can be left out."""
-    return "projected" if _fixed(traced, geometry) else "pairs"
+def to_train(traced: Any, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank | None) -> str:
+    """The form that a model which will be trained for thin keys of these ranks decodes fastest with: pairs where they can be left out."""
+    if _fixed(traced, geometry):
+        return "projected"
+    try:
+        pairs.check(geometry, wanted)
+    except UserError:
+        return "projected"
+    return "pairs"
 
 
 def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced: Any, name: str) -> str:
@@ -129,8 +135,9 @@ def _form(saved: Sequence[Maps] | None, options: make.KeyOptions | None, traced:
     return wanted or ("projected" if _bent(traced) else "absorbed")
 
 
-def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], rounded: bool = False) -> None:
-    """UserError when keys of this graph cannot be had in the form, or weights not on a 4-bit grid (rounded) with it."""
+def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank | None, rounded: bool = False) -> None:
+    """UserError when keys of this graph cannot be had in the form, of the ranks that are wanted (None: of those of a model), or weights not
+    on a 4-bit grid (rounded) with it."""
     nodes, bent = _nodes(traced), _bent(traced)
     if rounded and form == "projected" and not bent:
         raise UserError("Maps of this model are multiplied into its weights, which takes those off any grid; leave out --weights int4.")
@@ -140,6 +147,8 @@ def check(traced: Any, form: str, geometry: Sequence[LayerGeometry], rounded: bo
         raise UserError(
             f"Rotary pairs can be left out where a rotation is all that comes between a linear layer and the scores, and in layer {fixed[0]} it is not; use --key-form projected."
         )
+    if form == "pairs":
+        pairs.check(geometry, wanted)
     if form != "latent":
         return
     for layer in bent:

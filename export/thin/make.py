@@ -115,14 +115,14 @@ def _pairs(
     model: Any, chunks: torch.Tensor, geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank, report: Report
 ) -> calibrate.Calibrated:
     """Rotary pairs of every layer. Where the text lies in the context does not matter to them: scores depend on distances alone."""
-    pairs.check(geometry)
+    pairs.check(geometry, wanted)
     heads, count = [(g.kv_heads, g.key_dim) for g in geometry], len(geometry)
     spectra = []
     if wanted.spread:
         for text in stream.layers(model, chunks):
             spectra.append(pairs.spectrum(pairs.variances(text, geometry[text.layer]), geometry[text.layer]))
             report("looking at the keys", text.layer + 1, count)
-    chosen = ranks.choose(wanted, heads, spectra)
+    chosen = ranks.choose(wanted, heads, spectra, pairs.steps(wanted, geometry) if wanted.share else None)
 
     def start(text: stream.LayerText) -> pairs.PairMaps:
         return pairs.choose(pairs.variances(text, geometry[text.layer]), geometry[text.layer], chosen[text.layer])

@@ -8,6 +8,7 @@ EliteKV, arXiv 2503.01586). The choice by variance is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from edgekv.errors import UserError
+from edgekv.export.thin import ranks
 from edgekv.export.thin.stream import LayerText
 from edgekv.geometry import LayerGeometry
 
@@ -65,11 +67,57 @@ class PairMaps:
         return tuple(torch.take_along_dim(x, n[(None,) * (x.dim() - 3)], -1) for x, n in ((q, numbers.repeat_interleave(group, 0)), (k, numbers)))
 
 
-def check(geometry: Sequence[LayerGeometry]) -> None:
-    """UserError when a layer has no rotation that is known."""
+def check(geometry: Sequence[LayerGeometry], wanted: ranks.KeyRank | None = None) -> None:
+    """UserError when a layer has no rotation that is known, or what is wanted does not leave whole pairs in every layer."""
     for layer, g in enumerate(geometry):
         if not g.rotary_dim:
             raise UserError(f"Layer {layer} has no rotary pairs that could be left out; use --key-form projected.")
+    if wanted is None:
+        return
+    if wanted.rank is not None:
+        _check_rank(ranks.choose(wanted, [(g.kv_heads, g.key_dim) for g in geometry])[0], geometry)
+    elif not _reaches(wanted, geometry, [_possible(g) for g in geometry]):
+        shares = [_possible(g)[0] / g.key_dim for g in geometry]
+        least = sum(g.key_numbers * share for g, share in zip(geometry, shares, strict=True)) / sum(g.key_numbers for g in geometry) if wanted.spread else max(shares)
+        percent = f"{math.ceil(1000 * least - 1e-6) / 10:g}%"
+        raise UserError(
+            f"With --key-form pairs keys keep a rotary pair in every head and all numbers that are not rotated, {percent} of their bytes, which --key-rank "
+            f"{wanted} does not reach; give {'auto:' if wanted.spread else ''}{percent} or more, or use --key-form projected."
+        )
+
+
+def _check_rank(rank: int, geometry: Sequence[LayerGeometry]) -> None:
+    common = sorted(set.intersection(*(set(_possible(g)) for g in geometry)))
+    for g in geometry:
+        if rank in _possible(g):
+            continue
+        rest = g.key_dim - g.rotary_dim
+        remedy = f"give {' or '.join(map(str, common))}, or" if len(common) in (1, 2) else f"give {common[0]}, {common[1]} and so on to {common[-1]}, or" if common else ""
+        raise UserError(
+            f"With --key-form pairs a key keeps an even number of its {g.rotary_dim} rotated numbers{f' and all {rest} others' if rest else ''}, which "
+            f"--key-rank {rank} does not give; {remedy}{' ' if remedy else ''}use --key-form projected."
+        )
+
+
+def steps(wanted: ranks.KeyRank, geometry: Sequence[LayerGeometry]) -> list[list[int]]:
+    """For each layer the ranks, ascending, that a share chooses from: those multiples of ranks.STEP that leave whole pairs, and where the share does not reach
+    one of them that leaves something out, all ranks that do."""
+    every = [_possible(g) for g in geometry]
+    usual = [[rank for rank in possible if rank % ranks.STEP == 0] for possible in every]
+    return usual if all(found and found[0] < g.key_dim for found, g in zip(usual, geometry, strict=True)) and _reaches(wanted, geometry, usual) else every
+
+
+def _possible(g: LayerGeometry) -> list[int]:
+    """Every rank that leaves whole pairs, at least one, beside what is not rotated."""
+    return list(range(g.key_dim - g.rotary_dim + 2, g.key_dim + 1, 2))
+
+
+def _reaches(wanted: ranks.KeyRank, geometry: Sequence[LayerGeometry], choices: Sequence[Sequence[int]]) -> bool:
+    """Whether a share gives every layer the first of its choices; one of ranks.STEP numbers or fewer is given whatever the share."""
+    least = [(g, choice[0]) for g, choice in zip(geometry, choices, strict=True) if choice[0] > ranks.STEP]
+    if not wanted.spread:
+        return all(g.key_dim * wanted.share >= rank for g, rank in least)
+    return sum(g.kv_heads * rank for g, rank in least) <= wanted.share * sum(g.key_numbers for g in geometry) + 1e-9
 
 
 def variances(text: LayerText, g: LayerGeometry) -> torch.Tensor:
@@ -94,11 +142,8 @@ def variances(text: LayerText, g: LayerGeometry) -> torch.Tensor:
 
 
 def choose(found: torch.Tensor, g: LayerGeometry, rank: int) -> PairMaps:
-    """Each head's pairs of largest variance. UserError when `rank` does not leave whole pairs."""
-    rest = g.key_dim - g.rotary_dim
-    if rank < rest + 2 or (rank - rest) % 2:
-        raise UserError(f"With --key-form pairs a key keeps an even number of its {g.rotary_dim} rotated numbers{f' and all {rest} others' if rest else ''}, which --key-rank {rank} does not give.")
-    return PairMaps(found.topk((rank - rest) // 2, 1).indices.sort(1).values, g)
+    """Each head's pairs of largest variance; `rank` leaves whole ones (check)."""
+    return PairMaps(found.topk((rank - g.key_dim + g.rotary_dim) // 2, 1).indices.sort(1).values, g)
 
 
 def spectrum(found: torch.Tensor, g: LayerGeometry) -> np.ndarray:

@@ -42,9 +42,12 @@ def parse(text: str) -> KeyRank:
     raise UserError(f"--key-rank takes numbers per key (32), a share of the key bytes (25%), auto or auto:25%, not {text!r}.")
 
 
-def choose(wanted: KeyRank, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray] = ()) -> list[int]:
+def choose(
+    wanted: KeyRank, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray] = (), steps: Sequence[Sequence[int]] | None = None
+) -> list[int]:
     """Rank of each layer. heads: (kv_heads, head_dim) of each; spectra (needed when the budget is spread): for each layer, float
-    [kv_heads, head_dim], what the mean square error of its scores grows by when a direction is left out, largest first.
+    [kv_heads, head_dim], what the mean square error of its scores grows by when a direction is left out, largest first. steps: for each
+    layer the ranks, ascending, that a share may give it; None: multiples of STEP and all numbers, and STEP where the share is less.
     """
     if wanted.rank is not None:
         least = min(dim for _, dim in heads)
@@ -52,8 +55,12 @@ def choose(wanted: KeyRank, heads: Sequence[tuple[int, int]], spectra: Sequence[
             raise UserError(f"--key-rank {wanted.rank} is more than the {least} numbers that a key of this model has.")
         return [wanted.rank] * len(heads)
     if not wanted.spread:
-        return [min(dim, max(STEP, round(dim * wanted.share / STEP) * STEP)) for _, dim in heads]
-    return _spread(wanted.share, heads, spectra)
+        usual = [min(dim, max(STEP, round(dim * wanted.share / STEP) * STEP)) for _, dim in heads]
+        if steps is None:
+            return usual
+        return [min(choice, key=lambda rank: (abs(rank - dim * wanted.share), abs(rank - rounded)))
+                for choice, rounded, (_, dim) in zip(steps, usual, heads, strict=True)]  # fmt: skip
+    return _spread(wanted.share, heads, spectra, steps or [[*range(STEP, dim, STEP), dim] for _, dim in heads])
 
 
 def by_curves(share: float, heads: Sequence[tuple[int, int]], curves: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
@@ -88,25 +95,26 @@ def _hull(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return corners
 
 
-def _spread(share: float, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray]) -> list[int]:
-    """STEP by STEP to the layer where it takes most error away per number stored (errors fall ever slower, so that is the best choice)."""
-    ranks = [min(STEP, dim) for _, dim in heads]
-    left = share * sum(kv * dim for kv, dim in heads) - sum(kv * rank for (kv, _), rank in zip(heads, ranks, strict=True))
+def _spread(share: float, heads: Sequence[tuple[int, int]], spectra: Sequence[np.ndarray], steps: Sequence[Sequence[int]]) -> list[int]:
+    """Step by step to the layer where it takes most error away per number stored (errors fall ever slower, so that is the best choice)."""
+    taken = [0] * len(heads)
+    left = share * sum(kv * dim for kv, dim in heads) - sum(kv * choice[0] for (kv, _), choice in zip(heads, steps, strict=True))
 
     def gain(layer: int) -> tuple[float, int]:
-        part = spectra[layer][:, ranks[layer] : ranks[layer] + STEP]
+        first, last = steps[layer][taken[layer] :][:2]
+        part = spectra[layer][:, first:last]
         return -float(part.sum()) / max(part.size, 1), layer
 
-    queue = [gain(layer) for layer, (_, dim) in enumerate(heads) if ranks[layer] < dim]
+    queue = [gain(layer) for layer, choice in enumerate(steps) if len(choice) > 1]
     heapq.heapify(queue)
     while queue:
         _, layer = heapq.heappop(queue)
-        kv, dim = heads[layer]
-        cost = kv * min(STEP, dim - ranks[layer])
+        first, last = steps[layer][taken[layer] :][:2]
+        cost = heads[layer][0] * (last - first)
         if cost > left + 1e-9:
             continue
         left -= cost
-        ranks[layer] = min(ranks[layer] + STEP, dim)
-        if ranks[layer] < dim:
+        taken[layer] += 1
+        if taken[layer] + 1 < len(steps[layer]):
             heapq.heappush(queue, gain(layer))
-    return ranks
+    return [choice[index] for choice, index in zip(steps, taken, strict=True)]

@@ -19,8 +19,9 @@ from tiny_models import make, random_text
 from edgekv.bundle import open_bundle
 from edgekv.cli import main
 from edgekv.errors import UserError
+from edgekv.export import exporter, load
 from edgekv.export.parity import bundle_logits
-from edgekv.export.thin import finetune, map_file, rounding, train, trainable
+from edgekv.export.thin import finetune, map_file, ranks, rounding, train, trainable
 from edgekv.export.thin.finetune import Options
 from edgekv.export.thin.maps import KeyMaps
 from edgekv.export.thin.pairs import PairMaps
@@ -160,6 +161,15 @@ def test_the_form_follows_from_the_model_when_none_is_given(text, tmp_path, name
     model, first = make(tmp_path / "model", name), []
     assert run(model, tmp_path / "thin", text, form=None, stop=lambda step: bool(first.append(step)) or len(first) > 1) is None
     assert run(model, tmp_path / "thin", text, form=None)["form"] == form == map_file.load(tmp_path / "thin")[0].form
+
+
+@pytest.mark.parametrize("name, rank, form", [("stablelm", "50%", "projected"), ("stablelm", "auto:90%", "pairs"), ("llama", "7", "projected"), ("llama", "6", "pairs")])
+def test_the_form_follows_from_the_rank_when_none_is_given(tmp_path, name, rank, form):
+    source, wanted = load.find(str(make(tmp_path / "model", name))), ranks.parse(rank)
+    assert exporter.whole_geometry(source, 128, lambda stage, done, total: None, None, False, wanted)[1] == form
+    if form == "projected":
+        with pytest.raises(UserError, match=f"--key-rank {rank} does not .* use --key-form projected"):
+            exporter.whole_geometry(source, 128, lambda stage, done, total: None, "pairs", False, wanted)
 
 
 def test_a_model_with_one_matrix_for_all_three_has_nothing_that_pairs_could_train(text, tmp_path):
@@ -403,7 +413,6 @@ def test_maps_in_the_weights_leave_no_grid_to_learn_through(text, tmp_path):
 
 
 def test_a_twin_shares_what_is_not_trained(llama):
-    from edgekv.export import load
     from edgekv.export.thin.make import load_model
 
     model = load_model(load.find(str(llama)), 128)

@@ -74,6 +74,32 @@ def test_a_file_of_pairs_is_read_back_and_damage_is_told(tmp_path):
             map_file.load(tmp_path)
 
 
+PARTLY = geometry(rotary=4, head=16)
+
+
+@pytest.mark.parametrize("wanted, layers, chosen", [
+    ("50%", [geometry(head=8)] * 2, [4, 4]), ("1%", [geometry(head=8)], [4]), ("90%", [PARTLY] * 2, [14, 14]), ("95%", [PARTLY], [16]), ("87.5%", [PARTLY], [14]),
+    ("75%", [geometry(head=16)], [12]), ("65%", [geometry(head=16)], [10]), ("auto:90%", [PARTLY] * 2, [14, 14]), ("auto:95%", [PARTLY] * 2, [16, 14]),
+    ("auto:1%", [geometry(head=8)] * 2, [4, 4]), ("14", [PARTLY] * 2, [14, 14]),
+])  # fmt: skip
+def test_every_layer_keeps_whole_pairs_and_at_least_one(wanted, layers, chosen):
+    rank = ranks.parse(wanted)
+    pairs.check(layers, rank)
+    spectra = [np.repeat(np.arange(g.key_dim / 2)[::-1] + 1, 2)[None].repeat(g.kv_heads, 0) / (layer + 1) for layer, g in enumerate(layers)]
+    heads = [(g.kv_heads, g.key_dim) for g in layers]
+    assert ranks.choose(rank, heads, spectra, pairs.steps(rank, layers) if rank.share else None) == chosen
+
+
+@pytest.mark.parametrize("wanted, layers, remedy", [
+    ("7", [geometry(head=8)], "give 2, 4 and so on to 8, or use --key-form projected"), ("12", [PARTLY], "and all 12 others.* give 14 or 16, or use"),
+    ("50%", [PARTLY] * 2, "87.5% of their bytes, which --key-rank 50% does not reach; give 87.5% or more, or use --key-form projected"),
+    ("auto:85%", [PARTLY] * 2, "--key-rank auto:85% does not reach; give auto:87.5% or more"), ("17", [PARTLY], "more than the 16 numbers"),
+])  # fmt: skip
+def test_what_leaves_no_whole_pairs_is_refused_in_the_terms_it_was_asked_in(wanted, layers, remedy):
+    with pytest.raises(UserError, match=remedy):
+        pairs.check(layers, ranks.parse(wanted))
+
+
 def test_layers_without_a_rotation_have_no_pairs():
     with pytest.raises(UserError, match="Layer 1 has no rotary pairs"):
         pairs.check([geometry(), LayerGeometry(2, 1, 8, 8, 1.0)])
