@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from edgekv.errors import EdgekvError, UserError
 from edgekv.export import draft_corpus, draft_student, draft_train, exporter, load, parity, training_folder
 from edgekv.export.quiet import quiet
 from edgekv.export.thin import map_file
+from edgekv.export.thin.make import read_text
 from edgekv.generation.template import ChatTemplate
 
 FREQUENT = 2000  # tokens that texts may start with when there is neither template nor text
@@ -54,12 +55,12 @@ class Options:
     fresh: bool = False
     threads: int | None = field(default=None, compare=False)
 
-    def training(self) -> dict[str, Any]:
-        """What a training run depends on, for telling whether one can be resumed."""
+    def training(self, contents: Sequence[str]) -> dict[str, Any]:
+        """What a training run depends on, for telling whether one can be resumed. contents: of the texts."""
         wanted = asdict(self)
         for name in ("export", "fresh", "threads"):
             del wanted[name]
-        return {**wanted, "texts": [str(path.resolve()) for path in self.texts]}
+        return {**wanted, "texts": [training_folder.of_text(*text) for text in zip(self.texts, contents, strict=True)]}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Result:
 
 def make(model: str, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Result:
     """Makes the draft and writes its bundle to `target`; UserError (nothing left but work to resume) when that fails."""
+    work = target.parent / f"{target.name}.training"
+    training_folder.sweep(work, target)
     if target.exists() and not options.export.force:
         raise UserError(f"{target} exists already; give another name or --force to replace it.")
     if options.tokens < LEAST_SEQUENCES * options.length:
@@ -85,14 +88,14 @@ def make(model: str, target: Path, options: Options, report: Report = lambda sta
     parity.check_memory(source)
     if options.threads:
         torch.set_num_threads(options.threads)
-    work = target.parent / f"{target.name}.training"
-    training_folder.claim(work, "draft", source, options.training(), options.fresh)
+    contents = [read_text(path) for path in options.texts]
+    training_folder.claim(work, "draft", source, options.training(contents), options.fresh)
     teacher = _teacher(source)
     count = teacher.config.num_hidden_layers
     kept = draft_student.layers_to_keep(count, _layers(options, count))
 
     corpus = draft_corpus.Corpus(work, options.tokens // options.length, options.length)
-    _listen(corpus, teacher, source, options, report)
+    _listen(corpus, teacher, source, contents, options, report)
     vocab = teacher.get_output_embeddings().weight.shape[0]
     token_ids, coverage = frequent_tokens(corpus, vocab, options.head_tokens)
 
@@ -120,7 +123,7 @@ def make(model: str, target: Path, options: Options, report: Report = lambda sta
             "greedy_acceptance": agreement.greedy, "sampled_acceptance": agreement.sampled,
         },
     )  # fmt: skip
-    shutil.rmtree(work, ignore_errors=True)
+    training_folder.finish(work, target)
     return Result(made, kept, len(token_ids), coverage, agreement)
 
 
@@ -161,7 +164,7 @@ def _teacher(source: load.Source) -> Any:
     return model.eval()
 
 
-def _listen(corpus: draft_corpus.Corpus, teacher: Any, source: load.Source, options: Options, report: Report) -> None:
+def _listen(corpus: draft_corpus.Corpus, teacher: Any, source: load.Source, contents: Sequence[str], options: Options, report: Report) -> None:
     """Lets the target talk until the corpus is full."""
     tokenizer = Tokenizer.from_str(source.tokenizer)
 
@@ -174,10 +177,7 @@ def _listen(corpus: draft_corpus.Corpus, teacher: Any, source: load.Source, opti
                    (("bos_token", source.bos_token_id), ("eos_token", next(iter(source.eos_token_ids), None)))}  # fmt: skip
         template = ChatTemplate(source.chat_template, **special)
         turns = draft_corpus.Turns.of(lambda messages: template.render(messages, False), encode)
-    try:
-        texts = [ids for path in options.texts if len(ids := encode(path.read_text(encoding="utf-8"))) > draft_corpus.START_TOKENS]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"A text file cannot be read: {error}.") from None
+    texts = [ids for content in contents if len(ids := encode(content)) > draft_corpus.START_TOKENS]
     draft_corpus.write(
         corpus, teacher, turns, texts, range(min(FREQUENT, tokenizer.get_vocab_size())), source.bos_token_id,
         frozenset(source.eos_token_ids), options.seed, lambda done, total: report("the target writes", done * corpus.length, total * corpus.length),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +18,9 @@ from edgekv.errors import UserError
 from edgekv.export.load import Source
 
 RECORD = "options.json"
+UNFINISHED = f"{RECORD}.new"  # a record that is being written
+FINISHED = "finished"  # marks the folder of a run whose result may stand under its name
+RESULT = "result"  # what becomes that
 
 
 def claim(work: Path, command: str, source: Source, options: Mapping[str, Any], fresh: bool) -> None:
@@ -28,18 +34,57 @@ def claim(work: Path, command: str, source: Source, options: Mapping[str, Any], 
     """
     asked = json.loads(json.dumps({"model": source.name, "checkpoint_bytes": source.checkpoint.bytes, **options}))
     record = work / RECORD
-    if work.exists():
-        if not record.is_file():
-            raise UserError(f"{work} is in the way: it is not the work of `edgekv {command}`. Move it or give another name.")
-        if fresh:
-            shutil.rmtree(work)
-        elif _read(record) != asked:
-            raise UserError(f"{work} belongs to an `edgekv {command}` with other options; give those to go on with it, or --fresh to start over.")
     try:
+        if work.exists() and not record.is_file() and not _just_made(work):
+            raise UserError(f"{work} is in the way: it is not the work of `edgekv {command}`. Move it or give another name.")
+        if record.is_file() and fresh:
+            _remove(work)
+        if record.is_file() and _read(record) != asked:
+            raise UserError(f"{work} belongs to an `edgekv {command}` with other options; give those to go on with it, or --fresh to start over.")
         work.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(asked, indent=1))
+        (work / FINISHED).unlink(missing_ok=True)
+        if not record.is_file():
+            (work / UNFINISHED).write_text(json.dumps(asked, indent=1))
+            os.replace(work / UNFINISHED, record)
     except OSError as error:
         raise UserError(f"{work} cannot be written: {error.strerror or error}.") from None
+
+
+def _just_made(work: Path) -> bool:
+    """Whether a run was stopped between making this folder and saying whose it is."""
+    return work.is_dir() and all(path.name == UNFINISHED for path in work.iterdir())
+
+
+def _remove(work: Path) -> None:
+    """What says whose the folder is goes last, so that one which is half gone is still known."""
+    for path in work.iterdir():
+        if path.name not in (RECORD, FINISHED):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    (work / RECORD).unlink(missing_ok=True)
+    shutil.rmtree(work)
+
+
+def finish(work: Path, target: Path) -> None:
+    """The end of a run: what lies in its folder as RESULT, if anything does, takes the place of `target`, and the folder goes. See sweep."""
+    (work / FINISHED).touch()
+    if (work / RESULT).exists():
+        if target.exists():
+            shutil.rmtree(target)
+        (work / RESULT).rename(target)
+    sweep(work, target)
+
+
+def sweep(work: Path, target: Path) -> None:
+    """Removes the folder of a run that has its result, when it was stopped before it did so itself."""
+    if (work / FINISHED).is_file() and target.exists() and not (work / RESULT).exists():
+        with contextlib.suppress(OSError):
+            _remove(work)
+
+
+def of_text(path: Path, content: str) -> dict[str, Any]:
+    """What tells one text from another, for the options of a run that reads it."""
+    encoded = content.encode()
+    return {"path": str(path.resolve()), "bytes": len(encoded), "sha256": hashlib.sha256(encoded).hexdigest()}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,12 @@ class Options:
     fresh: bool = False
     force: bool = False
 
-    def training(self) -> dict[str, Any]:
-        """What a run depends on, for telling whether one can be resumed."""
+    def training(self, contents: Sequence[str]) -> dict[str, Any]:
+        """What a run depends on, for telling whether one can be resumed. contents: of the texts."""
         wanted = asdict(self)
         for name in ("fresh", "force", "save_every"):
             del wanted[name]
-        return {**wanted, "texts": [str(path.resolve()) for path in self.texts]}
+        return {**wanted, "texts": [training_folder.of_text(*text) for text in zip(self.texts, contents, strict=True)]}
 
 
 def make_model(
@@ -78,9 +78,11 @@ def make_model(
     UserError (nothing left but work to resume) when that is not possible. Every process of a run calls this.
     """
     wanted = ranks.parse(options.rank)
+    accelerator, work = Accelerator(), target.parent / f"{target.name}.training"
+    if accelerator.is_main_process:
+        training_folder.sweep(work, target)
     if target.exists() and not options.force:
         raise UserError(f"{target} exists already; give another name or --force to replace it.")
-    accelerator = Accelerator()
     if options.batch % accelerator.num_processes:
         raise UserError(f"--batch {options.batch} cannot be shared evenly by {accelerator.num_processes} processes.")
     main = accelerator.is_main_process
@@ -91,10 +93,10 @@ def make_model(
     parity.check_memory(source)
     context = rope.choose_context(source.config, None)
     plain = make.load_model(source, context)
-    corpus = _corpus(source, options, int(plain.get_output_embeddings().weight.shape[0]), context)
-    work = target.parent / f"{target.name}.training"
+    contents = [make.read_text(path) for path in options.texts]
+    corpus = _corpus(source, contents, options, int(plain.get_output_embeddings().weight.shape[0]), context)
     if main:
-        training_folder.claim(work, "finetune", source, options.training(), options.fresh)
+        training_folder.claim(work, "finetune", source, options.training(contents), options.fresh)
     accelerator.wait_for_everyone()
     # only what is still to be done needs it
     looked = functools.cache(lambda: exporter.whole_geometry(source, context, say, options.form, options.weights == "int4", wanted))
@@ -172,10 +174,10 @@ def _student(model: Any, names: list[str], start: list[Maps] | None, rounded: li
     return trainable.ThinModel(model, start, rounded)
 
 
-def _corpus(source: load.Source, options: Options, vocab: int, context: int) -> train.Corpus:
+def _corpus(source: load.Source, contents: Sequence[str], options: Options, vocab: int, context: int) -> train.Corpus:
     tokenizer, ids = Tokenizer.from_str(source.tokenizer), []
-    for path in options.texts:
-        ids += [i for i in tokenizer.encode(make.read_text(path), add_special_tokens=False).ids if i < vocab]
+    for content in contents:
+        ids += [i for i in tokenizer.encode(content, add_special_tokens=False).ids if i < vocab]
     length = min(options.length, context)
     corpus = train.Corpus.cut(ids, length)
     if corpus is None:
@@ -255,7 +257,7 @@ def _finish(
         "perplexity_thin_transferred": before.get("transferred"),
         "perplexity_thin_after": train.perplexity(student, corpus.validation, accelerator.device), "perplexity_control": control,
     }  # fmt: skip
-    partial = work / "result"
+    partial = work / training_folder.RESULT
     shutil.rmtree(partial, ignore_errors=True)
     with quiet():
         student.model.cpu().to(stored).save_pretrained(partial)
@@ -265,8 +267,5 @@ def _finish(
                 shutil.copyfile(path, partial / path.name)
     map_file.save(partial, student.maps())
     (partial / RECORD).write_text(json.dumps(figures, indent=1))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
-    shutil.rmtree(work, ignore_errors=True)
+    training_folder.finish(work, target)
     return figures

@@ -276,8 +276,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(llama, text, tuned, tmp_path):
     assert layers() == 1 and not (work / "training.pt").exists()
     assert run(llama, target, text, loss="both", rate=0.02, stop=lambda step: layers() == 2 and step == 2) is None
     assert not target.exists() and (work / "training.pt").is_file()
-    with pytest.raises(UserError, match="other options"):
-        run(llama, target, text, loss="text", rate=0.02)
+    kept = text.read_text()
+    for content, loss in ((kept, "text"), (kept.replace("letters", "numbers"), "both")):
+        text.write_text(content)
+        with pytest.raises(UserError, match="other options"):
+            run(llama, target, text, loss=loss, rate=0.02)
+    text.write_text(kept)
     figures = run(llama, target, text, loss="both", rate=0.02)
     assert figures == tuned[1]
     for name, tensor in tensors(tuned[0]).items():
@@ -430,8 +434,14 @@ def test_what_cannot_be_is_refused(llama, text, tmp_path):
     with pytest.raises(UserError, match="tokens and at least"):
         run(llama, tmp_path / "thin", short)
     (tmp_path / "there").mkdir()
+    work = tmp_path / "there.training"  # of a run that was stopped when it had its result
+    work.mkdir()
+    for name in ("options.json", "finished", "training.pt"):
+        (work / name).write_text("{}")
     with pytest.raises(UserError, match="exists already"):
         run(llama, tmp_path / "there", text)
+    assert not work.exists()
     (tmp_path / "thin.training").mkdir()
+    (tmp_path / "thin.training" / "mine").write_text("x")
     with pytest.raises(UserError, match="in the way"):
         run(llama, tmp_path / "thin", text)
