@@ -50,8 +50,8 @@ class IndexReport:
         )
 
     def line(self) -> str:
-        cut = 1 - self.token_bytes / self.token_bytes_fp16
-        text = f"index     {self.token_bytes} bytes per compressed token (fp16: {self.token_bytes_fp16}, -{cut:.0%})"
+        change = self.token_bytes / self.token_bytes_fp16 - 1
+        text = f"index     {self.token_bytes} bytes per compressed token (fp16: {self.token_bytes_fp16}, {change:+.0%})"
         text += f", {self.tokens_retrieved} of {self.tokens_compressed} retrieved"
         if self.index_bytes_per_step is not None:
             text += f"; a step read {format_bytes(round(self.index_bytes_per_step))} of codes and {format_bytes(round(self.payload_bytes_per_step))} of records"

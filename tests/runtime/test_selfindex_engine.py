@@ -1,5 +1,6 @@
 """Compressed caches through the real engine, against the NumPy oracle: what is generated, what is read, what is refused."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -190,6 +191,8 @@ def test_the_report_tells_what_was_read(tmp_path):
     assert (index.retrieve, index.tokens_retrieved) == ("24", 24) and index.tokens_compressed == session.tail_base - 20
     assert index.index_bytes_per_step > 2 * 2 * 268 * 2 and index.payload_bytes_per_step > 2 * 2 * 24 * 8
     assert report.to_json()["index"]["tokens_retrieved"] == 24 and any("retrieved" in line for line in report.lines("length"))
+    for size, change in ((index.token_bytes_fp16 * 2, "+100%"), (index.token_bytes_fp16 // 2, "-50%")):
+        assert f"(fp16: {index.token_bytes_fp16}, {change})" in dataclasses.replace(index, token_bytes=size).line()
     dense = tiny_bundle.make(tmp_path / "dense")
     assert "index" not in Report.of(Session(engine.load(dense)), []).to_json()
 
