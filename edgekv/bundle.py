@@ -262,6 +262,9 @@ def _check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         demand(table is None or _is_int(table, 0, len(tables) - 1), f"layer {index}: there is no frequency table {table}")
         rotary = layer["params"].get("rotary_dim", 0)
         demand(table is None or len(tables[table]) * 2 == rotary, f"layer {index}: its frequencies do not fit rotary_dim")
+    if "keys" in manifest:
+        complete = [layout.complete(layer["params"]) for layer in layers]
+        demand(thin_keys.fits(manifest["keys"], complete), "'keys' says another form or other ranks than the layers have")
     demand(len({layer["params"]["tail_slots"] for layer in layers}) == 1, "layers have different boundary intervals")
     if any(layout.is_selfindex(layer["params"]) for layer in layers):
         _check_retrieval(manifest["policy"], demand)

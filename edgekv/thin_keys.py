@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from edgekv import layout
 
 FORMS = ("projected", "absorbed", "pairs", "latent")
 
@@ -19,6 +22,17 @@ def sensible(keys: Any, layers: int) -> bool:
         and all(keys.get(name) is None or numbers(keys[name], int | float) for name in ("attention_kl", "score_error"))
         and (keys.get("attention_kl") is None) == (keys.get("score_error") is None)
     )  # fmt: skip
+
+
+def fits(keys: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a sensible section `keys` says of every layer what its complete parameters do."""
+
+    def stored(p: Mapping[str, Any]) -> tuple[str, int]:
+        if p["latent"]:
+            return "latent", p["latent"]
+        return "projected" if p["head_dim"] else "pairs" if p["fused_rotary"] == layout.BY_HEAD else "absorbed", p["key_dim"]
+
+    return all(stored(p) == (keys["form"], rank) for p, rank in zip(layers, keys["ranks"], strict=True))
 
 
 def words(keys: dict[str, Any]) -> str:

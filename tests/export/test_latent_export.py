@@ -174,7 +174,7 @@ def latent_bundle(tmp_path_factory):
 
 @pytest.mark.parametrize("section, damage", [
     *(("layers", damage) for damage in ({"latent": 0}, {"latent": 33}, {"latent": -4}, {"latent": 7}, {"latent": "8"}, {"format": 1}, {"head_dim": 16}, {"fused_rotary": 0})),
-    *(("keys", damage) for damage in ({"form": 7}, {"ranks": [8]}, {"ranks": None}, {"token_bytes": 0}, {"token_bytes_whole": "x"}, {"attention_kl": [1.0]}, {"score_error": None})),
+    *(("keys", damage) for damage in ({"form": 7}, {"ranks": [8]}, {"ranks": None}, {"ranks": [8, 9]}, {"ranks": [-8, 0]}, {"form": "pairs"}, {"form": "projected"}, {"token_bytes": 0}, {"token_bytes_whole": "x"}, {"attention_kl": [1.0]}, {"score_error": None})),
 ])  # fmt: skip
 def test_a_damaged_manifest_is_refused(latent_bundle, tmp_path, section, damage):
     path = shutil.copytree(latent_bundle, tmp_path / "bundle") / MANIFEST
