@@ -167,6 +167,10 @@ def plan(
     """
     if not geometries or context < 1:
         raise UserError("A cache needs at least one layer and a context of at least one token.")
+    if policy.positions == "cache" and any(g.rotary_dim and not g.inv_freq for g in geometries):
+        raise UserError(
+            "positions 'cache' cannot be had with fewer rotary pairs: each head turns at frequencies of its own and is not turned again; use positions 'original'."
+        )
     if policy.positions == "cache" and not all(g.rotary_dim and g.inv_freq for g in geometries):
         raise UserError("positions 'cache' needs rotary positions in every layer; this model has layers without them.")
     if policy.positions == "cache" and any(g.head_dim or g.latent for g in geometries):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from edgekv.errors import UserError
 from edgekv.export.attention import NAME
 from edgekv.export.quiet import quiet
+from edgekv.export.thin import map_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -73,7 +74,7 @@ class Checkpoint:
             except (ValueError, KeyError, AttributeError, TypeError):
                 raise UserError(f"{index} is damaged; download the model again.") from None
         else:
-            files = sorted(p.name for p in folder.glob("*.safetensors"))
+            files = sorted(p.name for p in folder.glob("*.safetensors") if p.name != map_file.FILE)
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         for name in files:

@@ -67,8 +67,7 @@ def export(model: str, target: Path, options: Options, report: Report = lambda s
 def export_source(source: load.Source, target: Path, options: Options, report: Report = lambda stage, done, total: None) -> Bundle:
     """The same for a model that was found."""
     context = rope.choose_context(source.config, options.context)
-    if options.keys is not None and options.policy.positions == "cache":
-        raise UserError("--key-rank needs --positions original: keys that were mapped to fewer numbers cannot be turned to another position.")
+    saved = into_graph.brought(source, options.keys, options.policy.positions)
     if options.check_parity:
         parity.check_memory(source)
     said = None
@@ -83,7 +82,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
             plan(options.policy, geometry, options.budget, context)
         traced, rotations = _trace(source, hollow, len(geometry), report)
         geometry = whole = _complete(traced, geometry, rotations)
-        thin = into_graph.apply(traced, source, options.keys, geometry, context, report)
+        thin = into_graph.apply(traced, source, saved, options.keys, geometry, context, report)
         geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
         turned = layout.BY_HEAD if thin and thin.form == "pairs" else 1
@@ -102,8 +101,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         manifest = _manifest(source, hollow, options, planned, params, geometry, context, partial)
         if thin is not None:
             manifest["keys"] = into_graph.record(thin, params, whole)
-            gone = sum((w.q_heads + w.kv_heads) * (w.given_dim - g.given_dim) for w, g in zip(whole, geometry, strict=True))
-            manifest["model"]["parameters"] -= manifest["model"]["hidden"] * gone  # pairs and absorbed keys make matrices smaller
+            manifest["model"]["parameters"] -= thin.gone  # pairs and absorbed keys make matrices smaller
         if source.cut_head:
             manifest["draft"] = {"head_tokens": len(source.token_ids), "coverage": source.coverage}
         if said is not None:

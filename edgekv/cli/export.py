@@ -50,7 +50,7 @@ KEY_OPTIONS = ("key_rank", "key_form", "key_text", "key_tokens", "key_steps")
               "kv heads together before the rotation (best quality, dear to read).")  # fmt: skip
 @click.option("--key-text", type=click.Path(path_type=Path), help="UTF-8 text to calibrate thin keys on; default the one `edgekv eval` reads by default.")
 @click.option("--key-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of it to use.")
-@click.option("--key-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps per layer; 0: closed form only.")
+@click.option("--key-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps per layer; 0: closed form only. Pairs have none.")
 @click.option("--head-tokens", type=click.IntRange(2), help="Rows of the output layer to keep, the most frequent tokens: makes a draft, for --draft.")
 @click.option("--head-text", "head_texts", multiple=True, type=click.Path(path_type=Path),
               help="UTF-8 file to count tokens in; may be given several times. Default: what the tokenizer learnt first.")  # fmt: skip
@@ -86,6 +86,8 @@ def command(ctx: click.Context, model: str, target: Path, keep: str, kv_budget: 
             raise UserError(f"{model} is a bundle, whose output layer is what it is; give the model it was made from to shorten it.")
     if head_texts and head_tokens is None:
         raise UserError("--head-text says which tokens are frequent: it needs --head-tokens.")
+    if key_form == "pairs" and key_steps and given("key_steps"):
+        raise UserError("--key-steps refines maps, and --key-form pairs has none; leave it out.")
     head = (head_tokens, head_texts) if head_tokens is not None else None
     if not key_rank and given("key_text", "key_tokens", "key_steps"):
         raise UserError("--key-text, --key-tokens and --key-steps say how thin keys are calibrated: they need --key-rank.")

@@ -13,7 +13,7 @@ from edgekv.cli._stages import stages
 @click.command("finetune", short_help="Train a model to do with thinner keys.")
 @click.argument("model")
 @click.option("-o", "--output", "target", required=True, type=click.Path(path_type=Path), help="Folder of the new model.")
-@click.option("--key-rank", "rank", required=True, help="Numbers per key: 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
+@click.option("--key-rank", "rank", required=True, help="Numbers per key (latent: per token): 32, a share of the key bytes (25%), or auto[:SHARE], one budget spread over the layers.")
 @click.option("--key-form", "form", type=click.Choice(["projected", "pairs", "latent"]),
               help="What keys get thinner by, see edgekv export; without a rotation, projected maps are absorbed into the weights. Default: pairs "
               "where the model and --key-rank allow it, else projected.")  # fmt: skip
@@ -26,7 +26,7 @@ from edgekv.cli._stages import stages
 @click.option("--loss", type=click.Choice(["distill", "text", "both"]), default="distill", show_default=True,
               help="Learn the full model's predictions, the text itself, or both.")  # fmt: skip
 @click.option("--calibrate-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens to find the first maps with.")
-@click.option("--calibrate-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps of them per layer.")
+@click.option("--calibrate-steps", type=click.IntRange(0), default=96, show_default=True, help="Refinement steps of them per layer; pairs have none.")
 @click.option("--transfer-steps", type=click.IntRange(0), default=200, show_default=True,
               help="Steps per layer in which it learns the full model's attention, before the training.")  # fmt: skip
 @click.option("--transfer-length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a piece that it learns that on.")
@@ -49,7 +49,12 @@ def command(ctx: click.Context, model: str, target: Path, texts: tuple[Path, ...
     """
     from rich.console import Console
 
+    from edgekv.errors import UserError
     from edgekv.export.thin import finetune
+
+    given = ctx.get_parameter_source("calibrate_steps") is not click.core.ParameterSource.DEFAULT
+    if options["form"] == "pairs" and options["calibrate_steps"] and given:
+        raise UserError("--calibrate-steps refines maps, and --key-form pairs has none; leave it out.")
 
     console = Console(stderr=True, highlight=False)
     with Interrupts() as interrupted, stages(console) as report:

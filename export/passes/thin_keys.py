@@ -67,8 +67,9 @@ def make_latent(model: ir.Model, node: ir.Node, encode: np.ndarray, decode: np.n
         node.replace_input_with(index, match.initialiser(model, f"layers.{layer}.{name}", np.ascontiguousarray(numbers, np.float32)))
 
 
-def absorb(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray, value_dim: int) -> None:
-    """The same maps in the weights (and biases) of the linear layer that makes queries, keys and values, which the node takes packed."""
+def absorb(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray, value_dim: int) -> int:
+    """The same maps in the weights (and biases) of the linear layer that makes queries, keys and values, which the node takes packed. Returns
+    how many parameters it lost."""
     layer, found = node.attributes["layer"].value, straight(node)
     if found is None:
         raise UserError(WHY_NOT.format(layer=layer))
@@ -84,19 +85,19 @@ def absorb(model: ir.Model, node: ir.Node, query: np.ndarray, key: np.ndarray, v
         ]
         return np.concatenate([*parts, v], axis=-1).astype(np.float32)
 
-    _replace(model, node, found, thin, (q_heads + kv_heads) * rank + kv_heads * value_dim)
+    return _replace(model, node, found, thin, (q_heads + kv_heads) * rank + kv_heads * value_dim)
 
 
-def leave_out(model: ir.Model, node: ir.Node, numbers: np.ndarray, head: int, value_dim: int) -> None:
+def leave_out(model: ir.Model, node: ir.Node, numbers: np.ndarray, head: int, value_dim: int) -> int:
     """numbers int64 [kv_heads, rank]: what queries and keys of a kv head keep of the `head` numbers that the linear layer makes for each.
-    The node's rotation is then one of these numbers, see turn_by_head."""
+    The node's rotation is then one of these numbers, see turn_by_head. Returns how many parameters the layer lost."""
     found, kv_heads = straight(node, rotates=True), len(numbers)
     width = found.weight.shape[1]
     values = width - kv_heads * value_dim
     q_heads = values // head - kv_heads
     kept = np.concatenate([np.repeat(numbers, q_heads // kv_heads, 0), numbers])
     columns = np.concatenate([(kept + head * np.arange(len(kept))[:, None]).ravel(), np.arange(values, width)])
-    _replace(model, node, found, lambda rows: np.ascontiguousarray(rows[..., columns]), len(columns))
+    return _replace(model, node, found, lambda rows: np.ascontiguousarray(rows[..., columns]), len(columns))
 
 
 def turn_by_head(model: ir.Model, layers: Sequence[tuple[ir.Node, np.ndarray]]) -> None:
@@ -120,8 +121,8 @@ def turn_by_head(model: ir.Model, layers: Sequence[tuple[ir.Node, np.ndarray]]) 
                 node.replace_input_with(index, part)
 
 
-def _replace(model: ir.Model, node: ir.Node, found: siblings.Linear, thin: Callable[[np.ndarray], np.ndarray], width: int) -> None:
-    """The node's linear layer with `width` results instead, of thin(weight) and thin(bias)."""
+def _replace(model: ir.Model, node: ir.Node, found: siblings.Linear, thin: Callable[[np.ndarray], np.ndarray], width: int) -> int:
+    """The node's linear layer with `width` results instead, of thin(weight) and thin(bias). Returns how many parameters it has less."""
     name = f"layers.{node.attributes['layer'].value}.thin"
     weight = found.weight
     made = match.initialiser(model, f"{name}.weight", Lazy(lambda: thin(weight.numpy()), (weight.shape[0], width), f"{name}.weight"))
@@ -137,3 +138,4 @@ def _replace(model: ir.Model, node: ir.Node, found: siblings.Linear, thin: Calla
         one.outputs[0].type = found.result.type
     match.before(found.product, *new)
     node.replace_input_with(0, new[-1].outputs[0])
+    return (weight.shape[1] - width) * (weight.shape[0] + (found.bias is not None))

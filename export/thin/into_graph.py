@@ -30,6 +30,7 @@ class Thin:
     form: str
     origin: dict[str, Any]
     errors: Calibrated | None  # None: the model was trained for its maps and brought them
+    gone: int  # parameters that the matrices which make queries and keys have lost, biases among them
 
     def off_grid(self, traced: Any) -> list[Any]:
         """The graph's products whose weights a training has moved off any 4-bit grid: rounding those would cost much of what was learned.
@@ -48,11 +49,25 @@ class Thin:
         return [dataclasses.replace(layer, interval=boundary) for layer in self.maps] if self.form == "latent" else self.maps
 
 
-def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry: Sequence[LayerGeometry], context: int, report: make.Report) -> Thin | None:
-    """Changes the graph; None when neither the options nor the model ask for thin keys. UserError when they cannot be had."""
+def brought(source: Source, options: make.KeyOptions | None, positions: str) -> list[Maps] | None:
+    """The maps that a model has brought along, if it has. UserError, before there is a graph, when they are damaged, when others are asked for,
+    and when positions `cache` are with these or those."""
     saved = map_file.load(source.folder)
     if saved is not None and options is not None and options.rank is not None:
         raise UserError(f"{source.name} brings its own thin keys ({source.folder / map_file.FILE}); leave out --key-rank.")
+    if positions == "cache" and (saved is not None or options is not None):
+        form = saved[0].form if saved else options.form
+        whose = f"The thin keys of {source.name} need" if saved else "--key-rank needs"
+        why = "each head turns at frequencies of its own and is not turned again" if form == "pairs" else "keys that were mapped to fewer numbers cannot be turned to another position"
+        raise UserError(f"{whose} --positions original: {why}.")
+    return saved
+
+
+def apply(
+    traced: Any, source: Source, saved: Sequence[Maps] | None, options: make.KeyOptions | None, geometry: Sequence[LayerGeometry], context: int,
+    report: make.Report,
+) -> Thin | None:  # fmt: skip
+    """Changes the graph; saved: see brought. None when neither the options nor the model ask for thin keys. UserError when they cannot be had."""
     if saved is None and (options is None or options.rank is None):
         return None
     nodes = _nodes(traced)
@@ -65,27 +80,27 @@ def apply(traced: Any, source: Source, options: make.KeyOptions | None, geometry
         found = errors = make.from_text(source, options, form, geometry, context, report)
         made, text = found.maps, options.text
         origin = {"rank": str(options.rank), "text": text.name if text else "the text that comes with edgekv", "tokens": options.tokens}
-    thinner, turned = [], []
+    thinner, turned, gone = [], [], 0
     for node, g, layer in zip(nodes, geometry, made, strict=True):
         if form == "latent":
             thin_keys.make_latent(traced, node, *layer.arrays())
             thinner.append(dataclasses.replace(g, latent=layer.rank))
             continue
         if form == "pairs":
-            thin_keys.leave_out(traced, node, layer.numbers.numpy(), g.key_dim, g.value_dim)
+            gone += thin_keys.leave_out(traced, node, layer.numbers.numpy(), g.key_dim, g.value_dim)
             turned.append((node, layer.pairs.numpy()))
             left = 2 * layer.pairs.shape[1]
             thinner.append(dataclasses.replace(g, key_dim=layer.rank, rotary_dim=left, inv_freq=()))
             continue
         query, key = layer.query.numpy(), layer.key.numpy()
         if form == "absorbed":
-            thin_keys.absorb(traced, node, query, key, g.value_dim)
+            gone += thin_keys.absorb(traced, node, query, key, g.value_dim)
             thinner.append(dataclasses.replace(g, key_dim=layer.rank))
         else:
             thin_keys.project(traced, node, query, key)
             thinner.append(dataclasses.replace(g, key_dim=layer.rank, head_dim=g.key_dim))
     thin_keys.turn_by_head(traced, turned)
-    return Thin(thinner, list(made), form, origin, errors)
+    return Thin(thinner, list(made), form, origin, errors, gone)
 
 
 def _on_grid(product: Any, rows: int, packed: int) -> bool:

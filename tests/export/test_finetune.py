@@ -416,6 +416,11 @@ def test_maps_in_the_weights_leave_no_grid_to_learn_through(text, tmp_path):
     assert run(model, tmp_path / "thin", text, steps=1, transfer_steps=0)["weights"] == "fp32"
 
 
+def test_pairs_have_no_maps_to_refine(llama, text, tmp_path):
+    result = CliRunner().invoke(main, command(llama, tmp_path / "thin", text, "--key-form", "pairs"))
+    assert result.exit_code == 2 and "--calibrate-steps refines maps, and --key-form pairs has none" in result.output
+
+
 def test_a_twin_shares_what_is_not_trained(llama):
     from edgekv.export.thin.make import load_model
 

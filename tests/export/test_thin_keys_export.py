@@ -11,7 +11,7 @@ from tiny_models import expected, make, random_text
 from transformers import AutoModelForCausalLM
 
 from edgekv import layout
-from edgekv.bundle import open_bundle
+from edgekv.bundle import MANIFEST, open_bundle
 from edgekv.cli import main
 from edgekv.errors import BundleError, UserError
 from edgekv.export import exporter, load, replan
@@ -20,6 +20,7 @@ from edgekv.export.thin import attention, map_file, ranks
 from edgekv.export.thin.attention import Session, using
 from edgekv.export.thin.make import KeyOptions
 from edgekv.export.thin.maps import KeyMaps
+from edgekv.export.thin.pairs import PairMaps
 from edgekv.policy import CachePolicy, parse_budget
 
 TOKENS, STEPS = 384, 3
@@ -71,10 +72,9 @@ def test_rotary_pairs_leave_the_graph(tmp_path, name, rank):
         params = layer["params"]
         assert params["key_dim"] == rank < params["value_dim"] and params["fused_rotary"] == layout.BY_HEAD and params["head_dim"] == 0
     nodes = [node for node in ir.load(made.graph_path).graph if node.op_type == "BoundedCacheAttention"]
-    whole = sum((p["q_heads"] + p["kv_heads"]) * p["value_dim"] for p in (layer["params"] for layer in made.layers))
-    kept = sum((p["q_heads"] + p["kv_heads"]) * p["key_dim"] for p in (layer["params"] for layer in made.layers))
+    gone = sum((p["q_heads"] + p["kv_heads"]) * (p["value_dim"] - p["key_dim"]) for p in (layer["params"] for layer in made.layers))
     original = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "model").parameters())
-    assert made.model["parameters"] == original - made.model["hidden"] * (whole - kept)
+    assert made.model["parameters"] == original - (made.model["hidden"] + (name == "qwen2")) * gone
     splits = {value.producer() for node in nodes for value in node.inputs[5:7]}
     assert len(splits) == 2 and {split.op_type for split in splits} == {"Split"}  # cos and sin, gathered for all layers at once
 
@@ -87,7 +87,7 @@ def test_fewer_pairs_go_with_every_keep_rule_and_with_compression(tmp_path, poli
     made = export(make(tmp_path / "model", "llama"), tmp_path / "bundle", form="pairs", policy=policy, budget=budget and parse_budget(budget))
     again = replan.replan(made, tmp_path / "again", CachePolicy(element="fp32"), None)  # the parity check runs again
     assert again.manifest["keys"] == made.manifest["keys"] and again.layers[0]["params"]["fused_rotary"] == layout.BY_HEAD
-    with pytest.raises(UserError, match="positions 'cache' needs rotary positions in every layer"):
+    with pytest.raises(UserError, match="positions 'cache' cannot be had with fewer rotary pairs"):
         replan.replan(made, tmp_path / "turned", CachePolicy(keep="window", positions="cache"), parse_budget("64tok"))
 
 
@@ -220,6 +220,8 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
     for options, sentence in [
         (("--key-rank", "50%", "--key-form", "absorbed"), "does not commute with a rotation"),
         (("--key-rank", "50%", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "--positions original"),
+        (("--key-rank", "50%", "--key-form", "pairs", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "original: each head turns at"),
+        (("--key-rank", "50%", "--key-form", "pairs", "--key-steps", "5"), "pairs has none"),
         (("--key-rank", "17"), "more than the 16 numbers"),
         (("--key-rank", "x"), "--key-rank takes"),
         (("--key-rank", "50%", "--key-text", short), "at least"),
@@ -229,9 +231,35 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
         result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", *options) if "--key-tokens" not in options else run("export", folder, "-o", tmp_path / "bundle", *options)
         assert result.exit_code == 2 and sentence in result.output, (options, result.output)
         assert not (tmp_path / "bundle").exists()
-    (folder / map_file.FILE).write_bytes(b"nonsense")
-    result = run("export", folder, "-o", tmp_path / "bundle")
-    assert result.exit_code == 2 and "is damaged" in result.output
+    random_maps(folder, 4, 2, 16, 8)
+    turned = ("--keep", "window", "--kv-budget", "64tok", "--positions", "cache")
+    result = run("export", folder, "-o", tmp_path / "bundle", *turned)
+    assert result.exit_code == 2 and "The thin keys of model need --positions original: keys that were mapped" in result.output
+    save_pairs(folder)
+    result = run("export", folder, "-o", tmp_path / "bundle", *turned)
+    assert result.exit_code == 2 and "The thin keys of model need --positions original: each head turns" in result.output
+    whole = (folder / map_file.FILE).read_bytes()
+    for damaged in (b"nonsense", whole[:-8], b"\xff" * 7 + b"\x7f" + whole[8:], whole.replace(b"[2,4]", b"[2,9]")):
+        (folder / map_file.FILE).write_bytes(damaged)
+        result = run("export", folder, "-o", tmp_path / "bundle")
+        assert result.exit_code == 2 and "is damaged" in result.output and "make it again with `edgekv finetune`" in result.output
+
+
+def save_pairs(folder):
+    """Pairs of a llama saved beside it."""
+    map_file.save(folder, [PairMaps(torch.arange(4).repeat(2, 1), None)] * 2)
+
+
+def test_the_manifest_says_what_the_layers_store(tmp_path):
+    folder = make(tmp_path / "model", "llama")
+    save_pairs(folder)
+    path = export(folder, tmp_path / "bundle", rank=None, check_parity=False).folder / MANIFEST
+    kept = json.loads(path.read_text())
+    assert (kept["keys"]["form"], kept["keys"]["ranks"]) == ("pairs", [8, 8])
+    for damage in ({"ranks": [-8, 0]}, {"ranks": [8, 9]}, *({"form": form} for form in ("latent", "projected", "absorbed"))):
+        path.write_text(json.dumps({**kept, "keys": {**kept["keys"], **damage}}))
+        with pytest.raises(BundleError, match="another form or other ranks"):
+            open_bundle(path.parent)
 
 
 def test_export_and_inspect_say_what_was_done(tmp_path):
