@@ -83,6 +83,7 @@ def export_source(source: load.Source, target: Path, options: Options, report: R
         traced, rotations = _trace(source, hollow, len(geometry), report)
         geometry = whole = _complete(traced, geometry, rotations)
         thin = into_graph.apply(traced, source, saved, options.keys, geometry, context, report)
+        graph.widen(traced)
         geometry = thin.geometry if thin else geometry
         planned = plan(options.policy, geometry, options.budget, context)
         turned = layout.BY_HEAD if thin and thin.form == "pairs" else 1

@@ -44,7 +44,7 @@ def sweep(model: ir.Model) -> None:
 
 
 def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rotation]:
-    """Applies the rules that need nothing but standard operators and edgekv's own; returns the rotation of each layer."""
+    """Applies the rules that need nothing but standard operators and edgekv's own; returns the rotation of each layer. See widen."""
     clean(model)
     linear.apply(model)
     rms_norm.apply(model)
@@ -54,9 +54,16 @@ def simplify(model: ir.Model, fuse_rotary: bool = True) -> dict[int, rotary.Rota
     sweep(model)
     heads.apply(model)
     sweep(model)
-    siblings.apply(model)
+    siblings.pack(model)
     sweep(model)
     return rotations
+
+
+def widen(model: ir.Model) -> None:
+    """The last rule: linear layers of one input become one. What makes queries and keys smaller comes before it."""
+    sweep(model)
+    siblings.join(model)
+    sweep(model)
 
 
 def set_cache(model: ir.Model, params: Sequence[Mapping], inv_freq: Sequence[Sequence[float]]) -> None:

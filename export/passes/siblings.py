@@ -41,12 +41,18 @@ def linear(product: ir.Node) -> Linear | None:
 
 
 def apply(model: ir.Model) -> int:
-    changes = 0
-    for node in match.attentions(model):
-        changes += _pack(model, node) or _take_packed(node)
-    for group in _groups(model):
-        changes += _join(model, group)
-    return changes
+    return pack(model) + join(model)
+
+
+def pack(model: ir.Model) -> int:
+    """Attention nodes take queries, keys and values in one piece where one linear layer can make them."""
+    return sum(_pack(model, node) or _take_packed(node) for node in match.attentions(model))
+
+
+def join(model: ir.Model) -> int:
+    """All other linear layers of one input become one; where attention and MLP are parallel, what `pack` has made is among them, so thin keys,
+    which make that smaller, come before."""
+    return sum(_join(model, group) for group in _groups(model))
 
 
 def _pack(model: ir.Model, node: ir.Node) -> int:

@@ -41,7 +41,8 @@ class Thin:
         for node, g in zip(_nodes(traced), self.geometry, strict=True):
             rows = (g.q_heads + g.kv_heads) * g.given_dim
             packed = rows + g.kv_heads * g.value_dim
-            found += [product for product in thin_keys.products(node) if not _on_grid(product, rows, packed)]
+            first = node.inputs[1] is None and node.inputs[0].producer().outputs[0] is node.inputs[0]  # also of a product that makes the MLP's numbers too
+            found += [product for product in thin_keys.products(node) if not _on_grid(product, rows, packed, first)]
         return found
 
     def in_cache(self, boundary: int) -> list[Maps]:
@@ -103,14 +104,14 @@ def apply(
     return Thin(thinner, list(made), form, origin, errors, gone)
 
 
-def _on_grid(product: Any, rows: int, packed: int) -> bool:
-    """Whether 4 bits hold the weights of a MatMul as they are, but for what their number format changes. Of one with `packed` outputs the
-    first `rows` are queries and keys, and values, which no training has changed, do not count."""
+def _on_grid(product: Any, rows: int, packed: int, first: bool) -> bool:
+    """Whether 4 bits hold the weights of a MatMul as they are, but for what their number format changes. Of one with `packed` outputs, or
+    more behind those (first), the first `rows` are queries and keys, and all others, which no training has changed, do not count."""
     data = match.tensor(product.inputs[1])
     if data is None:
         return False
     weight = torch.from_numpy(np.ascontiguousarray(data.numpy().T))
-    if len(weight) == packed:
+    if len(weight) == packed or first and len(weight) > packed:
         weight = weight[:rows]
     return float((rounding.rounded(weight) - weight).square().mean()) <= NEAR**2 * float(weight.square().mean())
 

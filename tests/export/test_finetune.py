@@ -163,7 +163,7 @@ def test_the_form_follows_from_the_model_when_none_is_given(text, tmp_path, name
     assert run(model, tmp_path / "thin", text, form=None)["form"] == form == map_file.load(tmp_path / "thin")[0].form
 
 
-@pytest.mark.parametrize("name, rank, form", [("stablelm", "50%", "projected"), ("stablelm", "auto:90%", "pairs"), ("llama", "7", "projected"), ("llama", "6", "pairs")])
+@pytest.mark.parametrize("name, rank, form", [("stablelm", "50%", "projected"), ("stablelm", "auto:90%", "pairs"), ("llama", "7", "projected"), ("phi", "75%", "pairs")])
 def test_the_form_follows_from_the_rank_when_none_is_given(tmp_path, name, rank, form):
     source, wanted = load.find(str(make(tmp_path / "model", name))), ranks.parse(rank)
     assert exporter.whole_geometry(source, 128, lambda stage, done, total: None, None, False, wanted)[1] == form

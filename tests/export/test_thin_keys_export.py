@@ -62,8 +62,9 @@ def test_a_thin_bundle_computes_what_the_model_with_the_same_maps_does(tmp_path,
     assert len(keys["score_error"]) == len(keys["attention_kl"]) == len(made.layers)
 
 
-# the parity gate as above; biases (qwen2), all three from one matrix (phi3), scaled tables (yarn), a part of the head rotated (stablelm)
-@pytest.mark.parametrize("name, rank", [("llama", "50%"), ("qwen2", "25%"), ("phi3", "50%"), ("llama-yarn", "6"), ("gemma2", "auto:50%"), ("stablelm", "auto:90%")])
+# the parity gate as above; biases (qwen2), all three from one matrix (phi3), scaled tables (yarn), a part of the head rotated (stablelm),
+# an MLP of the same input (phi, cohere)
+@pytest.mark.parametrize("name, rank", [("llama", "50%"), ("qwen2", "25%"), ("phi3", "50%"), ("llama-yarn", "6"), ("gemma2", "auto:50%"), ("stablelm", "auto:90%"), ("phi", "75%"), ("cohere", "50%")])
 def test_rotary_pairs_leave_the_graph(tmp_path, name, rank):
     made = export(make(tmp_path / "model", name), tmp_path / "bundle", rank=rank, form="pairs")
     keys = made.manifest["keys"]
@@ -74,7 +75,7 @@ def test_rotary_pairs_leave_the_graph(tmp_path, name, rank):
     nodes = [node for node in ir.load(made.graph_path).graph if node.op_type == "BoundedCacheAttention"]
     gone = sum((p["q_heads"] + p["kv_heads"]) * (p["value_dim"] - p["key_dim"]) for p in (layer["params"] for layer in made.layers))
     original = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "model").parameters())
-    assert made.model["parameters"] == original - (made.model["hidden"] + (name == "qwen2")) * gone
+    assert made.model["parameters"] == original - (made.model["hidden"] + (name in ("qwen2", "phi"))) * gone
     splits = {value.producer() for node in nodes for value in node.inputs[5:7]}
     assert len(splits) == 2 and {split.op_type for split in splits} == {"Split"}  # cos and sin, gathered for all layers at once
 
