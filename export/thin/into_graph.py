@@ -56,6 +56,8 @@ def brought(source: Source, options: make.KeyOptions | None, positions: str) -> 
     saved = map_file.load(source.folder)
     if saved is not None and options is not None and options.rank is not None:
         raise UserError(f"{source.name} brings its own thin keys ({source.folder / map_file.FILE}); leave out --key-rank.")
+    if saved is None and options is not None and options.rank is None:
+        raise UserError(f"--key-form says how keys get thinner, and {source.name} brings no thin keys; give --key-rank too.")
     if positions == "cache" and (saved is not None or options is not None):
         form = saved[0].form if saved else options.form
         whose = f"The thin keys of {source.name} need" if saved else "--key-rank needs"

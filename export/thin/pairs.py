@@ -116,7 +116,7 @@ def _reaches(wanted: ranks.KeyRank, geometry: Sequence[LayerGeometry], choices: 
     """Whether a share gives every layer the first of its choices; one of ranks.STEP numbers or fewer is given whatever the share."""
     least = [(g, choice[0]) for g, choice in zip(geometry, choices, strict=True) if choice[0] > ranks.STEP]
     if not wanted.spread:
-        return all(g.key_dim * wanted.share >= rank for g, rank in least)
+        return all(g.key_dim * wanted.share + 1e-9 >= rank for g, rank in least)
     return sum(g.kv_heads * rank for g, rank in least) <= wanted.share * sum(g.key_numbers for g in geometry) + 1e-9
 
 

@@ -219,5 +219,6 @@ def test_bad_requests_are_refused(target, tmp_path):
     (tmp_path / "bundle").mkdir()
     assert "exists already" in refusal()
     (tmp_path / "taken.training").mkdir()
+    (tmp_path / "taken.training" / "mine").write_text("x")
     with pytest.raises(UserError, match="in the way"):
         draft.make(str(target), tmp_path / "taken", options())

@@ -223,13 +223,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
         (("--key-rank", "50%", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "--positions original"),
         (("--key-rank", "50%", "--key-form", "pairs", "--keep", "window", "--kv-budget", "64tok", "--positions", "cache"), "original: each head turns at"),
         (("--key-rank", "50%", "--key-form", "pairs", "--key-steps", "5"), "pairs has none"),
+        (("--key-form", "pairs"), "brings no thin keys; give --key-rank too"),
         (("--key-rank", "17"), "more than the 16 numbers"),
         (("--key-rank", "x"), "--key-rank takes"),
         (("--key-rank", "50%", "--key-text", short), "at least"),
         (("--key-rank", "50%", "--key-text", tmp_path / "none"), "cannot be read"),
         (("--key-tokens", "500"), "they need --key-rank"),
     ]:
-        result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", *options) if "--key-tokens" not in options else run("export", folder, "-o", tmp_path / "bundle", *options)
+        result = run("export", folder, "-o", tmp_path / "bundle", "--context", "128", "--key-steps", "0", *options) if "--key-rank" in options else run("export", folder, "-o", tmp_path / "bundle", *options)
         assert result.exit_code == 2 and sentence in result.output, (options, result.output)
         assert not (tmp_path / "bundle").exists()
     random_maps(folder, 4, 2, 16, 8)
